@@ -1,0 +1,237 @@
+"""The configuration: one tree of documented dataclasses, filled by YAML files and flags.
+
+Every field has a docstring that says what it does to the run; ``--help`` prints
+them. Loading and merging live in :mod:`cplm_jax.config_loading`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+AxisSize = Annotated[int, Field(ge=-1)]
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Strings = Annotated[list[str], BeforeValidator(_listed)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CopyHeadConfig:
+    """The copy head (``model.copy_head: null`` is the baseline without one)."""
+
+    gate: Literal["learned", "sentinel", "shared_softmax"] = "learned"
+    """Expression of the gate logit that weighs copying against the LM head: `learned` is a
+    linear function of the state, `sentinel` compares the pointer with a learned vector,
+    `shared_softmax` puts copy scores and logits under one softmax."""
+    alignment: Literal["preceding", "containing", "both"] = "preceding"
+    """State from which a candidate token's key is made: `preceding`, the one that predicted
+    it; `containing`, the one that has read it; `both`, the sum of two projections."""
+    width: Positive = 64
+    """Width C of copy queries and keys."""
+    gate_bias: float = -1.0
+    """Initial bias of the gate logit (`learned` and `shared_softmax`); below 0 favours the LM
+    head at the start."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ModelConfig:
+    """The decoder: RMSNorm, rotary positions, grouped-query attention and SwiGLU."""
+
+    vocabulary_size: Positive | None = None
+    """Number of token ids V; null takes the tokenizer's. A larger value pads the vocabulary."""
+    width: Positive = 128
+    """Width D of the residual stream."""
+    layers: Positive = 4
+    """Number of blocks."""
+    heads: Positive = 4
+    """Number of query heads."""
+    kv_heads: Positive = 2
+    """Number of key/value heads; must divide `heads`."""
+    head_width: Positive | None = None
+    """Width of one attention head (even); null takes width / heads."""
+    mlp_width: Positive = 384
+    """Inner width of the SwiGLU MLP."""
+    tied_embeddings: bool = True
+    """Whether the LM head uses the embedding matrix."""
+    rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
+    """Base of the rotary position frequencies."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the mean square in RMSNorm."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability of dropping an element of each attention and MLP output in training."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and matrix products. Parameters, log-sum-exps, losses and gradients
+    of parameters stay float32."""
+    rematerialize: bool = False
+    """Whether the backward pass recomputes each block instead of storing its activations."""
+    copy_head: CopyHeadConfig | None = field(default_factory=CopyHeadConfig)
+    """The copy head; null for the baseline."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DataConfig:
+    """The corpus, its tokenizer and how documents are packed."""
+
+    paths: Strings = field(default_factory=list)
+    """Documents to train on: files, folders or globs. A `.jsonl` file holds a document a line,
+    any other file is one document of UTF-8 text."""
+    validation_paths: Strings = field(default_factory=list)
+    """Held-out documents; if empty, `validation_fraction` of `paths` is held out."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of documents held out by a hash of their identifier, which never moves a document
+    from one side to the other. Not used with `validation_paths`."""
+    text_field: str = "text"
+    """Field of a JSONL record that holds the text."""
+    id_field: str | None = None
+    """Field of a JSONL record that identifies the document; null uses file name and line."""
+    tokenizer: str | None = None
+    """A sentencepiece model; null trains a BPE model on the training documents."""
+    tokenizer_vocabulary_size: Annotated[int, Field(ge=300)] = 4096
+    """Pieces of the tokenizer that is trained when `tokenizer` is null."""
+    tokenizer_sample_bytes: Positive = 100_000_000
+    """Bytes of training text, from the start of the corpus, that a tokenizer is trained on."""
+    sequence_length: Annotated[int, Field(ge=2)] = 256
+    """Length T of a packed row, in tokens."""
+    cache_dir: str = "~/.cache/cplm_jax"
+    """Folder for trained tokenizers and tokenised documents, keyed by content."""
+    prefetch: NonNegative = 4
+    """Batches prepared ahead of the training step; 0 prepares each when it is asked for."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OptimizerConfig:
+    """AdamW, its schedule and gradient clipping."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After warm-up: `cosine` decays to the end; `wsd` (warm-up-stable-decay) stays at the peak
+    and decays linearly over the last `decay_fraction` of the steps."""
+    warmup_steps: NonNegative = 20
+    """Steps of linear warm-up from 0."""
+    decay_fraction: Fraction = 0.2
+    """Share of `train.steps` in which `wsd` decays."""
+    final_learning_rate: Fraction = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay rate of the gradient's running mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay rate of the squared gradient's running mean."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator of Adam's update."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay of matrices; norms, biases and vectors are not decayed."""
+    gradient_clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Global norm to which gradients are clipped; null does not clip."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class MeshConfig:
+    """Sizes of the device mesh's axes; their product is the number of devices used."""
+
+    data: AxisSize = -1
+    """Replicas of the parameters; the batch is split. One axis may be -1: all remaining devices."""
+    fsdp: AxisSize = 1
+    """Ways in which parameters, optimizer state and the batch are split."""
+    tensor: AxisSize = 1
+    """Ways in which heads, MLP and vocabulary are split."""
+    sequence: AxisSize = 1
+    """Ways in which the context is split. Only 1 is supported so far."""
+    distributed: bool = False
+    """Whether several processes form the mesh (a TPU pod, Slurm or MPI job, or processes started
+    with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set)."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CheckpointConfig:
+    """Orbax checkpoints."""
+
+    every: Positive = 100
+    """Steps between checkpoints; the last step is always saved."""
+    keep: Positive = 2
+    """Number of latest checkpoints kept."""
+    allow_changed_config: bool = False
+    """Whether a run may go on although fields that change its result, or its corpus, changed."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class EvaluationConfig:
+    """Validation during training."""
+
+    every: Positive = 100
+    """Steps between validations; the last step is always validated."""
+    batches: Positive | None = None
+    """Number of validation batches; null uses every held-out token once."""
+    batch_size: Positive = 16
+    """Rows of a validation batch."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LoggingConfig:
+    """What a run writes besides checkpoints."""
+
+    every: Positive = 10
+    """Steps between training rows of metrics.jsonl."""
+    tensorboard: bool = True
+    """Whether the same rows are written to RUN/tensorboard."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TrainConfig:
+    """Length of the run and size of a batch."""
+
+    steps: Positive = 1000
+    """Number of optimizer steps."""
+    batch_size: Positive = 16
+    """Packed rows in one optimizer step, over all devices and accumulation steps."""
+    accumulation: Positive = 1
+    """Parts in which a batch is computed one after the other; gradients are those of the whole
+    batch, normalised by its number of target tokens."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Config:
+    """A training run."""
+
+    run_dir: str | None = None
+    """Folder of the run (configuration, tokenizer, metrics, checkpoints). Running the same
+    command again continues what is there."""
+    seed: NonNegative = 0
+    """Seed of initial values, data order and dropout."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+# Fields that cannot change what is learned (beyond float rounding, for the mesh), so a run may
+# change them when it goes on.
+FREE_TO_CHANGE = (
+    "run_dir",
+    "mesh",
+    "checkpoint",
+    "logging",
+    "evaluation.every",
+    "evaluation.batch_size",
+    "data.cache_dir",
+    "data.prefetch",
+    "data.paths",  # the documents themselves are compared, by content
+    "data.validation_paths",
+    "data.tokenizer",  # likewise: the tokenizer itself is compared
+)

@@ -1,0 +1,179 @@
+"""The decoder-only transformer, with its LM head and optional copy head."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from cplm_jax import mixture
+from cplm_jax.config import ModelConfig
+from cplm_jax.models.attention import Attention, attention_mask
+from cplm_jax.models.copy_head import CopyHead
+from cplm_jax.models.layers import RMSNorm, SwiGLU, dropout, parameter
+from cplm_jax.sharding import constrain
+
+
+class Outputs(NamedTuple):
+    """What the two heads say about a batch."""
+
+    logits: Float[Array, "batch length vocabulary"]
+    """LM-head logits z, float32."""
+    pointer: mixture.Pointer | None
+    """What the copy head says; ``None`` for a baseline."""
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block: attention, then MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        head_width = config.head_width or config.width // config.heads
+        residual_scale = (2 * config.layers) ** -0.5  # keeps the residual stream's variance at depth
+        self.attention_norm = RMSNorm(config.width, config.norm_epsilon)
+        self.attention = Attention(
+            config.width, config.heads, config.kv_heads, head_width, config.rope_theta, residual_scale, rngs=rngs
+        )
+        self.mlp_norm = RMSNorm(config.width, config.norm_epsilon)
+        self.mlp = SwiGLU(config.width, config.mlp_width, residual_scale, rngs=rngs)
+        self.dropout = config.dropout
+
+    def __call__(self, x: Array, positions: Array, mask: Array, key: Array | None) -> Array:
+        """Maps (batch, length, width) to the same; ``key`` draws the dropout."""
+        attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
+        x = x + dropout(self.attention(self.attention_norm(x), positions, mask), self.dropout, attention_key)
+        x = x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, mlp_key)
+        return constrain(x, "batch", "length", None)
+
+
+class Decoder(nnx.Module):
+    """A Llama-like language model (Touvron et al. 2023), with or without a copy head.
+
+    Blocks are stacked along a leading axis and scanned, so that compile time does not grow
+    with depth. Random streams: ``params`` for everything the baseline has, ``copy_head`` for
+    the rest, so that shared parameters start alike with and without a copy head.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        if config.vocabulary_size is None:
+            raise ValueError("model.vocabulary_size must be set to build a model")
+        self.config = config
+        shape = (config.vocabulary_size, config.width)
+        axes = ("vocabulary", "embed")
+        self.embedding = parameter(rngs.params(), shape, axes, config.width**-0.5)
+        self.lm_head = None if config.tied_embeddings else parameter(rngs.params(), shape, axes, config.width**-0.5)
+        block = functools.partial(Block, config)
+        self.blocks = nnx.vmap(lambda keys: block(rngs=nnx.Rngs(params=keys)), in_axes=0, out_axes=0)(
+            jax.random.split(rngs.params(), config.layers)
+        )
+        self.final_norm = RMSNorm(config.width, config.norm_epsilon)
+        self.copy_head = (
+            None if config.copy_head is None else CopyHead(config.copy_head, config.width, rngs=rngs)
+        )
+
+    @property
+    def lm_matrix(self) -> Float[Array, "vocabulary width"]:
+        """W, the LM head's matrix."""
+        return self.embedding[...] if self.lm_head is None else self.lm_head[...]
+
+    def hidden(
+        self,
+        tokens: Int[Array, "batch length"],
+        segment_ids: Int[Array, "batch length"],
+        positions: Int[Array, "batch length"],
+        dropout_key: Array | None = None,
+    ) -> Float[Array, "batch length width"]:
+        """Returns h, the states after the final norm, in the compute dtype.
+
+        Args:
+          tokens: token ids, each below the vocabulary size.
+          segment_ids: document of each position; 0 is padding. Documents do not see each other.
+          positions: position of each token in its document.
+          dropout_key: draws the dropout; ``None`` for evaluation.
+        """
+        dtype = jnp.dtype(self.config.compute_dtype)
+        # Unit variance, whatever the width, from an embedding that a tied LM head can use too.
+        x = self.embedding[...].astype(dtype)[tokens] * jnp.asarray(self.config.width**0.5, dtype)
+        x = constrain(x, "batch", "length", None)
+        mask = attention_mask(segment_ids)
+        graph, stacked = nnx.split(self.blocks)
+        keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.layers)
+
+        def body(x: Array, layer: tuple[Any, Array | None]) -> tuple[Array, None]:
+            state, key = layer
+            return nnx.merge(graph, state)(x, positions, mask, key), None
+
+        if self.config.rematerialize:
+            body = jax.checkpoint(body, prevent_cse=False)  # inside a scan CSE cannot undo it
+        x, _ = jax.lax.scan(body, x, (stacked, keys))
+        return self.final_norm(x)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch length"],
+        segment_ids: Int[Array, "batch length"],
+        positions: Int[Array, "batch length"],
+        copyable: Bool[Array, "batch length"],
+        dropout_key: Array | None = None,
+    ) -> Outputs:
+        """Returns the outputs of both heads; :mod:`cplm_jax.mixture` makes probabilities of them.
+
+        Args are those of :meth:`hidden`, and ``copyable``, whether a position holds an
+        ordinary token (no BOS, EOS or PAD).
+        """
+        hidden = self.hidden(tokens, segment_ids, positions, dropout_key)
+        logits = jnp.einsum(
+            "btd,vd->btv", hidden, self.lm_matrix.astype(hidden.dtype), preferred_element_type=jnp.float32
+        )
+        logits = constrain(logits, "batch", "length", "vocabulary")
+        pointer = None if self.copy_head is None else self.copy_head(hidden, segment_ids, copyable)
+        return Outputs(logits, pointer)
+
+
+class ModelDefinition(NamedTuple):
+    """A model without values: what turns a nested dict of arrays into a :class:`Decoder`."""
+
+    config: ModelConfig
+    graph: Any
+    template: Any
+    """``nnx.State`` of shapes."""
+    shapes: dict[str, Any]
+    """Nested dict of ``jax.ShapeDtypeStruct``."""
+    logical_axes: dict[str, Any]
+    """Nested dict, the same keys, of tuples of logical axis names."""
+
+    def bind(self, params: dict[str, Any]) -> Decoder:
+        """Returns the model with these parameters; cheap, and usable inside ``jax.jit``."""
+        state = jax.tree.map(lambda leaf: leaf, self.template)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(self.graph, state)
+
+    def init(self, key: Array) -> dict[str, Any]:
+        """Draws initial parameters. The same key gives the same shared ones with and without a copy head."""
+        return nnx.to_pure_dict(nnx.state(_build(self.config, key), nnx.Param))
+
+
+def _build(config: ModelConfig, key: Array) -> Decoder:
+    params_key, copy_key = jax.random.split(key)
+    return Decoder(config, rngs=nnx.Rngs(params=params_key, copy_head=copy_key))
+
+
+def define_model(config: ModelConfig) -> ModelDefinition:
+    """Describes the model of a configuration without computing or allocating anything."""
+    abstract = nnx.eval_shape(lambda: _build(config, jax.random.key(0)))
+    graph, template = nnx.split(abstract)
+    axes: dict[str, Any] = {}
+    for path, variable in nnx.to_flat_state(template):
+        *parents, leaf = (str(p) for p in path)
+        node = axes
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        stacked = path[0] == "blocks"
+        node[leaf] = ("layers", *variable.logical_axes) if stacked else tuple(variable.logical_axes)
+    return ModelDefinition(config, graph, template, nnx.to_pure_dict(template), axes)
+
+
+def parameter_count(shapes: dict[str, Any]) -> int:
+    """Returns the number of parameters of a nested dict of arrays or shapes."""
+    return sum(int(leaf.size) for leaf in jax.tree.leaves(shapes))

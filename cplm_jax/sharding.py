@@ -1,0 +1,141 @@
+"""The device mesh and the one table of rules that maps logical axes to its axes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from cplm_jax.config import Config, MeshConfig
+from cplm_jax.errors import UserError
+
+AXES = ("data", "fsdp", "tensor", "sequence")
+
+# Logical axis of an array -> mesh axes it is split over. Nothing else names a mesh axis.
+RULES: dict[str, tuple[str, ...]] = {
+    # activations and batches
+    "batch": ("data", "fsdp"),
+    "length": ("sequence",),
+    # parameters
+    "embed": ("fsdp",),
+    # both
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocabulary": ("tensor",),
+}
+
+# Configuration field that sets the size of a sharded axis, for error messages.
+_FIELD_OF_AXIS = {
+    "embed": "model.width",
+    "heads": "model.heads",
+    "kv_heads": "model.kv_heads",
+    "mlp": "model.mlp_width",
+    "vocabulary": "model.vocabulary_size",
+}
+
+
+def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
+    """Returns the partition spec of an array with these logical axes; unlisted axes are not split."""
+    entries = (RULES.get(axis) if axis is not None else None for axis in axes)
+    return PartitionSpec(*(e[0] if e is not None and len(e) == 1 else e for e in entries))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins the sharding of an activation; does nothing where no mesh is in use (``jax.set_mesh``)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+
+
+def named_sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
+    """Returns the sharding of an array with these logical axes on ``mesh``."""
+    return NamedSharding(mesh, partition_spec(axes))
+
+
+def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
+    """Returns the axis sizes for ``devices`` devices, with -1 filled in.
+
+    Raises:
+      UserError: if the axes do not fit the devices.
+    """
+    sizes = [getattr(config, axis) for axis in AXES]
+    fixed = int(np.prod([s for s in sizes if s != -1]))
+    shown = ", ".join(f"mesh.{axis} = {size}" for axis, size in zip(AXES, sizes, strict=True))
+    if -1 in sizes:
+        if devices % fixed or devices < fixed:
+            raise UserError(
+                f"{shown}: the fixed axes take {fixed} devices, which does not divide the {devices} present"
+            )
+        return tuple(devices // fixed if s == -1 else s for s in sizes)
+    if fixed > devices:
+        raise UserError(
+            f"{shown}: the mesh needs {fixed} devices and {devices} are present; make an axis smaller "
+            "or set one to -1 (all remaining devices)"
+        )
+    return tuple(sizes)
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """Builds the mesh of the configuration on the devices present.
+
+    Raises:
+      UserError: if the axes do not fit the devices, or leave devices of other processes unused.
+    """
+    shape = mesh_shape(config, jax.device_count())
+    size = int(np.prod(shape))
+    if size != jax.device_count() and jax.process_count() > 1:
+        raise UserError(
+            f"the mesh uses {size} of {jax.device_count()} devices, but with several processes it must use all"
+        )
+    return jax.make_mesh(
+        shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.devices()[:size]
+    )
+
+
+def check_divisible(logical_axes: Any, shapes: Any, mesh: Mesh, config: Config) -> None:
+    """Checks that the mesh splits every parameter, and the batch, evenly.
+
+    Args:
+      logical_axes: nested dict of tuples of logical axis names.
+      shapes: nested dict, the same keys, of arrays or ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      UserError: naming the configuration field and the mesh axis.
+    """
+
+    def ways(axis: str | None) -> int:
+        return int(np.prod([mesh.shape[m] for m in RULES.get(axis or "", ())]))
+
+    def walk(axes: Any, node: Any) -> None:
+        if isinstance(axes, Mapping):
+            for key in axes:
+                walk(axes[key], node[key])
+            return
+        for axis, size in zip(axes, node.shape, strict=True):
+            if axis is not None and size % ways(axis):
+                mesh_axis = RULES[axis][0]
+                raise UserError(
+                    f"{_FIELD_OF_AXIS[axis]} = {size} is not a multiple of mesh.{mesh_axis} = "
+                    f"{mesh.shape[mesh_axis]}; change one of them"
+                )
+
+    walk(logical_axes, shapes)
+    for name, rows in (
+        ("train.batch_size / train.accumulation", config.train.batch_size // config.train.accumulation),
+        ("evaluation.batch_size", config.evaluation.batch_size),
+    ):
+        if rows % ways("batch"):
+            raise UserError(
+                f"{name} = {rows} is not a multiple of mesh.data x mesh.fsdp = {ways('batch')}, over "
+                "which the rows of a batch are split; change one of them"
+            )
+
+
+def shardings(logical_axes: Any, mesh: Mesh) -> Any:
+    """Returns the same nested dict with a ``NamedSharding`` for every tuple of logical axes."""
+    return jax.tree.map(
+        lambda axes: named_sharding(mesh, *axes), logical_axes, is_leaf=lambda x: isinstance(x, tuple)
+    )
