@@ -208,7 +208,7 @@ class Config:
     run_dir: str | None = None
     """Folder of the run (configuration, tokenizer, metrics, checkpoints). Running the same
     command again continues what is there."""
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of initial values, data order and dropout."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,0 +1,1 @@
+"""From documents to packed batches: sources, tokenizer, token store, packing, Grain pipeline."""

@@ -1,0 +1,207 @@
+"""Tokenised documents on disk, made once per corpus and tokenizer, and found again by content."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cplm_jax.config import DataConfig
+from cplm_jax.data.sources import Document, SourceFile, is_held_out, list_files, read_documents
+from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
+from cplm_jax.errors import UserError
+
+_FORMAT = 1  # raise when the files below or the way text becomes tokens change
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Documents as token ids without BOS and EOS, memory-mapped.
+
+    Attributes:
+      tokens: ids of all documents, one after the other; uint16 or uint32.
+      offsets: int64 of shape (documents + 1,); document i is tokens[offsets[i]:offsets[i + 1]].
+      ids: identifier of each document.
+      bytes: bytes of text.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    ids: list[str]
+    bytes: int
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenizer and the documents it has split.
+
+    Attributes:
+      fingerprint: hash of every document's identifier and text and of the split; equal
+        fingerprints mean equal training and held-out documents in equal order.
+    """
+
+    tokenizer: Tokenizer
+    train: TokenStore
+    validation: TokenStore
+    fingerprint: str
+
+
+def load_corpus(config: DataConfig, report: Callable[[str], None] = lambda message: None) -> Corpus:
+    """Reads, splits and tokenises the documents of a configuration, or finds them in the cache.
+
+    Args:
+      config: paths, split, tokenizer and cache.
+      report: called with a line of progress now and then.
+
+    Raises:
+      UserError: for anything wrong with the documents or the tokenizer (see
+        :mod:`cplm_jax.data.sources`), and if either side of the split is empty.
+    """
+    files = list_files(config.paths, "data.paths")
+    held_out_files = (
+        list_files(config.validation_paths, "data.validation_paths") if config.validation_paths else None
+    )
+    both = {f.path.resolve() for f in files} & {f.path.resolve() for f in held_out_files or ()}
+    if both:
+        raise UserError(f"{min(both)} is in data.paths and in data.validation_paths; held-out text must not train")
+
+    def side(validation: bool) -> Iterator[Document]:
+        return _split(files, held_out_files, config, validation)
+
+    fingerprint = _fingerprint(side)
+    cache = Path(config.cache_dir).expanduser()
+    if config.tokenizer is not None:
+        tokenizer = Tokenizer.load(config.tokenizer)
+    else:
+        tokenizer = _cached_tokenizer(cache, fingerprint, config, lambda: (d.text for d in side(False)), report)
+    key = _digest([_FORMAT, fingerprint, tokenizer.sha256])
+    folder = _made_once(
+        cache / "tokens" / key, lambda target: _tokenise(target, side, tokenizer, report), "data.cache_dir"
+    )
+    return Corpus(tokenizer, _open(folder / "train"), _open(folder / "validation"), fingerprint)
+
+
+def _split(
+    files: list[SourceFile], held_out_files: list[SourceFile] | None, config: DataConfig, validation: bool
+) -> Iterator[Document]:
+    if held_out_files is not None:
+        return read_documents(held_out_files if validation else files, config)
+    documents = read_documents(files, config)
+    return (d for d in documents if is_held_out(d.id, config.validation_fraction) == validation)
+
+
+def _fingerprint(side: Callable[[bool], Iterator[Document]]) -> str:
+    digest = hashlib.sha256()
+    for validation in (False, True):
+        count = 0
+        for document in side(validation):
+            for part in (document.id, document.text):
+                encoded = part.encode("utf-8", "surrogatepass")
+                digest.update(len(encoded).to_bytes(8, "big") + encoded)
+            count += 1
+        if count == 0:
+            what = "held-out" if validation else "training"
+            raise UserError(
+                f"the corpus has no {what} document with text; add documents to data.paths"
+                + (
+                    ", or set data.validation_paths or a larger data.validation_fraction"
+                    if validation
+                    else " (data.validation_fraction may have taken them all)"
+                )
+            )
+        digest.update(b"|")
+    return digest.hexdigest()
+
+
+def _digest(parts: Iterable[Any]) -> str:
+    return hashlib.sha256(json.dumps(list(parts)).encode()).hexdigest()[:32]
+
+
+def _cached_tokenizer(
+    cache: Path,
+    fingerprint: str,
+    config: DataConfig,
+    texts: Callable[[], Iterable[str]],
+    report: Callable[[str], None],
+) -> Tokenizer:
+    key = _digest([_FORMAT, fingerprint, config.tokenizer_vocabulary_size, config.tokenizer_sample_bytes])
+
+    def make(target: Path) -> None:
+        report(f"training a tokenizer of {config.tokenizer_vocabulary_size} pieces")
+        tokenizer = train_tokenizer(texts(), config.tokenizer_vocabulary_size, config.tokenizer_sample_bytes)
+        (target / "tokenizer.model").write_bytes(tokenizer.proto)
+
+    return Tokenizer.load(_made_once(cache / "tokenizers" / key, make, "data.cache_dir") / "tokenizer.model")
+
+
+def _made_once(folder: Path, make: Callable[[Path], None], field: str) -> Path:
+    """Fills ``folder`` by ``make`` if it does not exist; whole or not at all, whoever else does the same."""
+    if folder.exists():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        target = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+    except OSError as e:
+        raise UserError(f"{field}: cannot write to {folder.parent}: {e.strerror or e}") from e
+    try:
+        make(target)
+        try:
+            os.rename(target, folder)
+        except OSError:
+            if not folder.exists():  # else another process was first, with the same content
+                raise
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+    return folder
+
+
+def _tokenise(
+    target: Path,
+    side: Callable[[bool], Iterator[Document]],
+    tokenizer: Tokenizer,
+    report: Callable[[str], None],
+) -> None:
+    dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
+    for name, validation in (("train", False), ("validation", True)):
+        folder = target / name
+        folder.mkdir()
+        offsets, ids, text_bytes = [0], [], 0
+        with open(folder / "tokens.bin", "wb") as out:
+            for document in side(validation):
+                tokens = np.asarray(tokenizer.encode(document.text), dtype)
+                out.write(tokens.tobytes())
+                offsets.append(offsets[-1] + len(tokens))
+                ids.append(document.id)
+                text_bytes += len(document.text.encode("utf-8"))
+        np.save(folder / "offsets.npy", np.asarray(offsets, np.int64))
+        meta = {"dtype": np.dtype(dtype).name, "bytes": text_bytes, "ids": ids}
+        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        report(f"tokenised {len(ids):,} {name} documents: {offsets[-1]:,} tokens, {text_bytes:,} bytes")
+
+
+def _open(folder: Path) -> TokenStore:
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        offsets = np.load(folder / "offsets.npy")
+        if offsets[-1]:
+            tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+        else:
+            tokens = np.zeros(0, meta["dtype"])
+        if len(tokens) != offsets[-1] or len(meta["ids"]) != len(offsets) - 1:
+            raise ValueError("lengths do not agree")
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(
+            f"{folder}: the cached tokens are damaged ({e}); delete {folder.parent} to make them anew"
+        ) from e
+    return TokenStore(tokens, offsets, meta["ids"], meta["bytes"])

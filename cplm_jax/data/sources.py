@@ -1,0 +1,147 @@
+"""Documents from text files and JSONL files."""
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cplm_jax.config import DataConfig
+from cplm_jax.errors import UserError
+
+
+class Document(NamedTuple):
+    """A document of the corpus."""
+
+    id: str
+    """Identifies the document within its corpus, on any machine."""
+    text: str
+    where: str
+    """File, and line of a JSONL file, for messages."""
+
+
+class SourceFile(NamedTuple):
+    """A file and the name it has in document identifiers."""
+
+    path: Path
+    name: str
+
+
+def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
+    """Expands files, folders and globs to a sorted list of files.
+
+    A file found in a folder or by a glob is named by its path from the folder, or from the
+    glob's part without wildcards; a file given by itself, by its file name. Hidden files and
+    folders are left out of folders.
+
+    Raises:
+      UserError: if ``paths`` is empty or one of them matches nothing; ``field`` is named.
+    """
+    if not paths:
+        raise UserError(
+            f"{field} is empty: give text or .jsonl files, folders or globs, as in --{field} 'corpus/*.txt'"
+        )
+    found: dict[Path, str] = {}
+    for pattern in paths:
+        root = Path(pattern).expanduser()
+        matches: list[tuple[Path, str]]
+        if root.is_dir():
+            matches = [(p, p.relative_to(root).as_posix()) for p in root.rglob("*") if p.is_file()]
+            matches = [(p, n) for p, n in matches if not any(part.startswith(".") for part in n.split("/"))]
+        elif root.exists():
+            matches = [(root, root.name)]
+        else:
+            literal = []
+            for part in root.parts:
+                if glob.has_magic(part):
+                    break
+                literal.append(part)
+            base = Path(*literal) if literal else Path(".")
+            matches = [
+                (Path(m), os.path.relpath(m, base).replace(os.sep, "/"))
+                for m in glob.glob(str(root), recursive=True)
+                if os.path.isfile(m)
+            ]
+        if not matches:
+            raise UserError(f"{field}: {pattern!r} matches no file (from {os.getcwd()})")
+        for path, name in matches:
+            found.setdefault(path, name)
+    return sorted((SourceFile(p, n) for p, n in found.items()), key=lambda f: (f.name, str(f.path)))
+
+
+def read_documents(files: Sequence[SourceFile], config: DataConfig) -> Iterator[Document]:
+    """Yields the documents of ``files`` in order; empty ones are left out.
+
+    Raises:
+      UserError: naming file and line of text that is not UTF-8, a line that is not a JSON object,
+        or a field that is missing or not text.
+    """
+    for file in files:
+        if file.path.suffix == ".jsonl":
+            documents = _read_jsonl(file, config)
+        else:
+            documents = iter([Document(file.name, _decode(_read(file.path), str(file.path)), str(file.path))])
+        for document in documents:
+            if document.text:
+                yield document
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise UserError(f"{path}: cannot read it: {e.strerror or e}") from e
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UserError(
+            f"{where}: byte {e.start} is not valid UTF-8 ({e.reason}); convert the file to UTF-8 or leave it out"
+        ) from e
+
+
+def _read_jsonl(file: SourceFile, config: DataConfig) -> Iterator[Document]:
+    try:
+        with open(file.path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parse_record(line, f"{file.path}:{number}", f"{file.name}:{number}", config)
+    except OSError as e:
+        raise UserError(f"{file.path}: cannot read it: {e.strerror or e}") from e
+
+
+def _parse_record(line: bytes, where: str, default_id: str, config: DataConfig) -> Document:
+    try:
+        record = json.loads(_decode(line, where))
+    except json.JSONDecodeError as e:
+        raise UserError(f"{where}: not valid JSON: {e.msg} (column {e.colno})") from e
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
+
+    def text_of(field: str, setting: str) -> str:
+        if field not in record:
+            raise UserError(
+                f"{where}: no field {field!r} ({setting}); the record has {', '.join(map(repr, record)) or 'none'}"
+            )
+        if not isinstance(record[field], str):
+            raise UserError(f"{where}: field {field!r} ({setting}) is {type(record[field]).__name__}, not text")
+        return record[field]
+
+    text = text_of(config.text_field, "data.text_field")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        # JSON can spell half of a surrogate pair, which is no character
+        raise UserError(f"{where}: field {config.text_field!r} has a lone surrogate at character {e.start}") from e
+    document_id = default_id if config.id_field is None else text_of(config.id_field, "data.id_field")
+    return Document(document_id, text, where)
+
+
+def is_held_out(document_id: str, fraction: float) -> bool:
+    """Returns whether a document is held out: a hash of its identifier falls below ``fraction``."""
+    digest = hashlib.sha256(document_id.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64

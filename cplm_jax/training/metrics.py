@@ -1,0 +1,105 @@
+"""metrics.jsonl, TensorBoard and the progress bar."""
+
+import json
+import os
+import sys
+from typing import Any
+
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from cplm_jax.training.run_directory import RunDirectory, read_rows, write_atomically
+
+
+class MetricsWriter:
+    """Appends rows to metrics.jsonl and, if asked for, to TensorBoard.
+
+    Rows beyond ``resume_step``, which a killed run wrote past its last checkpoint, are cut off
+    first, so that no step is ever repeated.
+
+    Attributes:
+      validated: steps that have a validation row.
+    """
+
+    def __init__(self, run: RunDirectory, resume_step: int, tensorboard: bool):
+        kept = []
+        if run.metrics_file.exists():
+            kept = [row for row in read_rows(run.metrics_file) if row["step"] <= resume_step]
+        write_atomically(run.metrics_file, b"".join(_line(row) for row in kept))
+        self.validated = {row["step"] for row in kept if row["split"] == "validation"}
+        self._file = open(run.metrics_file, "ab")  # noqa: SIM115 - closed by close()
+        self._board = None
+        if tensorboard:
+            self._board = SummaryWriter(str(run.tensorboard), purge_step=resume_step + 1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends one row, which has ``split`` and ``step``."""
+        self._file.write(_line(row))
+        self._file.flush()
+        if row["split"] == "validation":
+            self.validated.add(row["step"])
+        if self._board is not None:
+            for name, value in row.items():
+                if name not in ("split", "step"):
+                    self._board.add_scalar(f"{row['split']}/{name}", value, row["step"])
+
+    def sync(self) -> None:
+        """Makes the rows durable; called before a checkpoint that counts on them."""
+        os.fsync(self._file.fileno())
+        if self._board is not None:
+            self._board.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return (json.dumps(row, allow_nan=False) + "\n").encode("utf-8")
+
+
+class Progress:
+    """Step, loss, tokens/s and time left: a bar on a terminal, a line per logged row elsewhere."""
+
+    def __init__(self, name: str, start: int, steps: int, quiet: bool = False):
+        self._name, self._steps, self._quiet = name, steps, quiet
+        self._bar = None
+        if not quiet and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=steps, initial=start, desc=name, unit="step", dynamic_ncols=True, smoothing=0.05
+            )
+
+    def advance(self, loss: float, tokens_per_second: float) -> None:
+        """Marks a step as done."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self._bar.update()
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Reports a row of metrics."""
+        if row["split"] == "validation":
+            self.say(f"{self._name}: step {row['step']}: validation loss {row['loss']:.4f}")
+        elif self._bar is None:
+            left = (self._steps - row["step"]) * row["step_seconds"]
+            self.say(
+                f"{self._name}: step {row['step']}/{self._steps}  loss {row['loss']:.4f}  "
+                f"{row['tokens_per_second']:,.0f} tokens/s  {_clock(left)} left"
+            )
+
+    def say(self, message: str) -> None:
+        """Prints a line without breaking the bar."""
+        if not self._quiet:
+            tqdm.write(message, file=sys.stderr)
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

@@ -1,0 +1,158 @@
+"""The run directory: what lies where, and the rules for continuing what is there."""
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cplm_jax.config import FREE_TO_CHANGE, Config
+from cplm_jax.config_loading import differences, load_config, to_yaml
+from cplm_jax.errors import UserError
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a file so that a kill leaves the old content or the new, never a part."""
+    handle, name = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+class RunDirectory:
+    """Paths of a run, and its small files.
+
+    Attributes:
+      path: the folder.
+      config_file, tokenizer_file, metrics_file, checkpoints, tensorboard: as the names say.
+      details_file: ``run.json``, facts of the run that are no configuration: fingerprint of the
+        corpus, parameters, memory, versions.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).expanduser()
+        self.config_file = self.path / "config.yaml"
+        self.tokenizer_file = self.path / "tokenizer.model"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+        self.details_file = self.path / "run.json"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Creates the folder and holds it against other processes; a kill releases it.
+
+        Raises:
+          UserError: if it cannot be written or another process trains in it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "a")  # noqa: SIM115 - held until the run ends
+        except OSError as e:
+            raise UserError(
+                f"run_dir: cannot write to {self.path}: {e.strerror or e}; choose another folder"
+            ) from e
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as e:
+                raise UserError(
+                    f"run_dir: another process is training in {self.path}; wait for it or choose another folder"
+                ) from e
+            yield
+
+    def has_checkpoints(self) -> bool:
+        """Whether a finished checkpoint exists (unfinished ones do not have a number as a name)."""
+        return self.checkpoints.is_dir() and any(p.name.isdigit() for p in self.checkpoints.iterdir())
+
+    def details(self) -> dict[str, Any]:
+        """Returns the content of run.json; empty if there is none.
+
+        Raises:
+          UserError: if the file is damaged.
+        """
+        try:
+            return dict(json.loads(self.details_file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as e:
+            raise UserError(f"{self.details_file}: cannot read it: {e}") from e
+
+    def check_continuation(self, config: Config, corpus_fingerprint: str, tokenizer_sha256: str) -> None:
+        """Checks that the run that is here may go on under ``config``.
+
+        Raises:
+          UserError: naming what differs, or if what is here cannot be continued.
+        """
+        if not self.has_checkpoints():
+            self._check_fresh_start()
+            return
+        if not self.config_file.exists():
+            raise UserError(
+                f"{self.path} has checkpoints but no config.yaml, so it cannot be told whether they belong "
+                "to this run; choose another run_dir"
+            )
+        old, details = load_config([str(self.config_file)]), self.details()
+        changed = [f"{k}: {a!r} -> {b!r}" for k, (a, b) in differences(old, config, FREE_TO_CHANGE).items()]
+        if details.get("tokenizer_sha256") != tokenizer_sha256:
+            if config.model.vocabulary_size != old.model.vocabulary_size or not changed:
+                changed.append("the tokenizer (data.tokenizer) is another one")
+        if details.get("corpus_fingerprint") != corpus_fingerprint:
+            changed.append("the documents of data.paths or data.validation_paths changed")
+        if changed and not config.checkpoint.allow_changed_config:
+            listed = "\n  ".join(changed)
+            raise UserError(
+                f"{self.path} holds a run with another configuration, and going on would change its result:\n"
+                f"  {listed}\n"
+                "choose another run_dir, undo the change, or pass --checkpoint.allow_changed_config true"
+            )
+
+    def _check_fresh_start(self) -> None:
+        """Refuses to start over on top of a run whose checkpoints were taken away."""
+        if not (self.metrics_file.exists() and self.config_file.exists()):
+            return
+        every = load_config([str(self.config_file)]).checkpoint.every
+        last = max((row["step"] for row in read_rows(self.metrics_file)), default=0)
+        if last > every:
+            raise UserError(
+                f"{self.path} has metrics up to step {last} but no checkpoint to go on from, and starting over "
+                "would delete them; choose another run_dir or remove that folder"
+            )
+
+    def write_setup(self, config: Config, tokenizer_proto: bytes, details: dict[str, Any]) -> None:
+        """Writes config.yaml, tokenizer.model and run.json."""
+        write_atomically(self.config_file, to_yaml(config).encode("utf-8"))
+        write_atomically(self.tokenizer_file, tokenizer_proto)
+        write_atomically(self.details_file, (json.dumps(details, indent=2) + "\n").encode("utf-8"))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Reads metrics.jsonl; a last line that a kill cut short is left out.
+
+    Raises:
+      UserError: if another line is not a JSON object with a step.
+    """
+    rows = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            row["step"] + 0
+        except (ValueError, TypeError, KeyError) as e:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}:{number}: not a row of metrics") from e
+        rows.append(row)
+    return rows
