@@ -100,6 +100,19 @@ class PackedRows:
             "loss_mask": (segments[1:] == segments[:-1]) & (segments[1:] > 0),
         }
 
+    def empty(self) -> Row:
+        """Returns a row of padding, which fills up the last validation batch."""
+        nothing = np.zeros(self.sequence_length, np.int32)
+        padding = np.full(self.sequence_length, self._tokenizer.pad_id, np.int32)
+        return {
+            "tokens": padding,
+            "targets": padding,
+            "segment_ids": nothing,
+            "positions": nothing,
+            "copyable": nothing.astype(bool),
+            "loss_mask": nothing.astype(bool),
+        }
+
     def _document(self, document: int) -> np.ndarray:
         start, stop = self._store.offsets[document : document + 2]
         framed = np.empty(stop - start + 2, np.int32)
@@ -112,17 +125,3 @@ def _row_seed(seed: int, epoch: int) -> int:
     # index_shuffle takes 32 bits; a counter-based generator spreads (seed, epoch) over them.
     return int(np.random.Philox(key=[seed, epoch]).random_raw() >> 32)
 
-
-def empty_row(sequence_length: int, pad_id: int) -> Row:
-    """Returns a row of padding, which fills the last validation batch."""
-    zeros = np.zeros(sequence_length, np.int32)
-    nothing = np.zeros(sequence_length, bool)
-    padding = np.full(sequence_length, pad_id, np.int32)
-    return {
-        "tokens": padding,
-        "targets": padding,
-        "segment_ids": zeros,
-        "positions": zeros,
-        "copyable": nothing,
-        "loss_mask": nothing,
-    }

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int
 
-from cplm_jax.data.packing import PackedRows, Row, empty_row
+from cplm_jax.data.packing import PackedRows, Row
 from cplm_jax.sharding import named_sharding
 
 
@@ -112,7 +112,9 @@ class TrainingBatches:
         self._iterator.set_state(state)
 
 
-def validation_batches(rows: PackedRows, batch_size: int, limit: int | None, mesh: Mesh, pad_id: int) -> Iterator[Batch]:
+def validation_batches(
+    rows: PackedRows, batch_size: int, limit: int | None, mesh: Mesh
+) -> Iterator[Batch]:
     """Yields every row once, in order, the last batch filled with padding.
 
     Args:
@@ -120,12 +122,11 @@ def validation_batches(rows: PackedRows, batch_size: int, limit: int | None, mes
       batch_size: rows of a global batch.
       limit: number of batches; ``None`` for all.
       mesh: where batches are placed.
-      pad_id: token of padding rows.
     """
     shape = (batch_size, rows.sequence_length)
     sharding = named_sharding(mesh, "batch", "length")
     count = -(-rows.rows_per_epoch // batch_size)
-    filler = empty_row(rows.sequence_length, pad_id)
+    filler = rows.empty()
     for number in range(count if limit is None else min(limit, count)):
 
         def piece(index: tuple[slice, ...], name: str, number: int = number) -> np.ndarray:

@@ -21,21 +21,24 @@ class MetricsWriter:
       validated: steps that have a validation row.
     """
 
-    def __init__(self, run: RunDirectory, resume_step: int, tensorboard: bool):
-        kept = []
+    def __init__(self, run: RunDirectory, resume_step: int, tensorboard: bool, leader: bool):
+        kept: list[dict[str, Any]] = []
         if run.metrics_file.exists():
             kept = [row for row in read_rows(run.metrics_file) if row["step"] <= resume_step]
-        write_atomically(run.metrics_file, b"".join(_line(row) for row in kept))
         self.validated = {row["step"] for row in kept if row["split"] == "validation"}
-        self._file = open(run.metrics_file, "ab")  # noqa: SIM115 - closed by close()
-        self._board = None
+        self._file = self._board = None
+        if not leader:
+            return
+        write_atomically(run.metrics_file, b"".join(_line(row) for row in kept))
+        self._file = open(run.metrics_file, "ab")
         if tensorboard:
             self._board = SummaryWriter(str(run.tensorboard), purge_step=resume_step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one row, which has ``split`` and ``step``."""
-        self._file.write(_line(row))
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(_line(row))
+            self._file.flush()
         if row["split"] == "validation":
             self.validated.add(row["step"])
         if self._board is not None:
@@ -45,13 +48,15 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Makes the rows durable; called before a checkpoint that counts on them."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
         if self._board is not None:
             self._board.flush()
 
     def close(self) -> None:
         """Closes the files."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -60,13 +65,22 @@ def _line(row: dict[str, Any]) -> bytes:
     return (json.dumps(row, allow_nan=False) + "\n").encode("utf-8")
 
 
-class Progress:
-    """Step, loss, tokens/s and time left: a bar on a terminal, a line per logged row elsewhere."""
+def say(message: str) -> None:
+    """Prints a line to standard error without breaking a progress bar."""
+    tqdm.write(message, file=sys.stderr)
+    sys.stderr.flush()
 
-    def __init__(self, name: str, start: int, steps: int, quiet: bool = False):
-        self._name, self._steps, self._quiet = name, steps, quiet
+
+class ProgressBar:
+    """Step, loss, tokens/s and time left: a bar on a terminal, a line per logged row elsewhere.
+
+    Of several processes only the leader shows anything.
+    """
+
+    def __init__(self, name: str, start: int, steps: int, leader: bool):
+        self._name, self._steps, self._shown = name, steps, leader
         self._bar = None
-        if not quiet and sys.stderr.isatty():
+        if leader and sys.stderr.isatty():
             self._bar = tqdm(
                 total=steps, initial=start, desc=name, unit="step", dynamic_ncols=True, smoothing=0.05
             )
@@ -80,26 +94,20 @@ class Progress:
     def row(self, row: dict[str, Any]) -> None:
         """Reports a row of metrics."""
         if row["split"] == "validation":
-            self.say(f"{self._name}: step {row['step']}: validation loss {row['loss']:.4f}")
+            self.say(f"step {row['step']}: validation loss {row['loss']:.4f}")
         elif self._bar is None:
-            left = (self._steps - row["step"]) * row["step_seconds"]
+            minutes, seconds = divmod(round((self._steps - row["step"]) * row["step_seconds"]), 60)
             self.say(
-                f"{self._name}: step {row['step']}/{self._steps}  loss {row['loss']:.4f}  "
-                f"{row['tokens_per_second']:,.0f} tokens/s  {_clock(left)} left"
+                f"step {row['step']}/{self._steps}: loss {row['loss']:.4f}, "
+                f"{row['tokens_per_second']:,.0f} tokens/s, {minutes}:{seconds:02d} left"
             )
 
     def say(self, message: str) -> None:
-        """Prints a line without breaking the bar."""
-        if not self._quiet:
-            tqdm.write(message, file=sys.stderr)
-            sys.stderr.flush()
+        """Prints a line about the run."""
+        if self._shown:
+            say(f"{self._name}: {message}")
 
     def close(self) -> None:
-        """Removes the bar."""
+        """Ends the bar."""
         if self._bar is not None:
             self._bar.close()
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"

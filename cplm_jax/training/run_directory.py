@@ -105,8 +105,7 @@ class RunDirectory:
         old, details = load_config([str(self.config_file)]), self.details()
         changed = [f"{k}: {a!r} -> {b!r}" for k, (a, b) in differences(old, config, FREE_TO_CHANGE).items()]
         if details.get("tokenizer_sha256") != tokenizer_sha256:
-            if config.model.vocabulary_size != old.model.vocabulary_size or not changed:
-                changed.append("the tokenizer (data.tokenizer) is another one")
+            changed.append("the tokenizer is another one (data.tokenizer)")
         if details.get("corpus_fingerprint") != corpus_fingerprint:
             changed.append("the documents of data.paths or data.validation_paths changed")
         if changed and not config.checkpoint.allow_changed_config:

@@ -1,0 +1,252 @@
+"""The training loop."""
+
+import contextlib
+import math
+import time
+from enum import Enum
+from typing import Any, NamedTuple
+
+import jax
+
+from cplm_jax.config import Config
+from cplm_jax.data.pipeline import TrainingBatches, validation_batches
+from cplm_jax.errors import MachineError, UserError
+from cplm_jax.evaluation.validation import Validator
+from cplm_jax.training.checkpointing import Checkpointer, Progress
+from cplm_jax.training.metrics import MetricsWriter, ProgressBar, say
+from cplm_jax.training.run_directory import RunDirectory
+from cplm_jax.training.setup import Setup, initialize_processes, set_up
+from cplm_jax.training.signals import StopAgreement, StopRequest
+from cplm_jax.training.step import StepMetrics, Trainer, TrainState
+
+
+class Outcome(Enum):
+    """How a call of :func:`train` ended."""
+
+    FINISHED = "finished"
+    ALREADY_FINISHED = "already finished"
+    STOPPED = "stopped"
+
+
+class Result(NamedTuple):
+    """What :func:`train` returns."""
+
+    outcome: Outcome
+    step: int
+    signal: int | None = None
+    """Number of the signal that stopped the run."""
+
+
+def train(config: Config) -> Result:
+    """Trains, or goes on with, the run of ``config.run_dir``.
+
+    SIGINT and SIGTERM save and stop.
+
+    Args:
+      config: the configuration.
+
+    Returns:
+      How it ended, and at which step; a stopped run was saved.
+
+    Raises:
+      UserError: for what the user can mend, before compilation.
+      MachineError: if a checkpoint could not be written or the loss is not finite.
+    """
+    if config.run_dir is None:
+        raise UserError("run_dir is not set; give the folder of the run, as in --run_dir runs/first")
+    run = RunDirectory(config.run_dir)
+    initialize_processes(config.mesh)
+    leader = jax.process_index() == 0
+    with run.locked() if leader else contextlib.nullcontext():
+        setup = set_up(config, say if leader else lambda message: None)
+        run.check_continuation(setup.config, setup.corpus.fingerprint, setup.corpus.tokenizer.sha256)
+        with StopRequest() as request:
+            return _Run(setup, run, request, leader).go()
+
+
+class _Run:
+    """One process's share of a run, from the newest checkpoint to the end or to a signal."""
+
+    def __init__(self, setup: Setup, run: RunDirectory, request: StopRequest, leader: bool):
+        self.setup, self.config, self.run = setup, setup.config, run
+        self.request, self.leader = request, leader
+        self.details = setup.details()
+        self.trainer = Trainer(self.config, setup.definition, setup.mesh)
+        self.tokens = 0
+        train = self.config.train
+        self.batches = TrainingBatches(
+            setup.train_rows,
+            train.batch_size,
+            train.accumulation,
+            train.steps,
+            setup.mesh,
+            self.config.data.prefetch,
+        )
+        self.vocabulary_size = self.config.model.vocabulary_size or 0
+        self.validator = Validator(
+            setup.definition, setup.mesh, setup.corpus.tokenizer.byte_lengths(self.vocabulary_size)
+        )
+
+    def go(self) -> Result:
+        """Restores or starts, trains to the end, and closes what was opened."""
+        with contextlib.closing(Checkpointer(self.run.checkpoints, self.config.checkpoint.keep)) as checkpointer:
+            self.checkpointer = checkpointer
+            start = checkpointer.latest_step()
+            if start is None:
+                start, state = 0, self.trainer.init()
+            else:
+                state, progress = checkpointer.restore(self.trainer.abstract_state)
+                self.tokens = progress.tokens
+                self.batches.set_state(progress.data)
+            self._write_setup()
+            writer = MetricsWriter(self.run, start, self.config.logging.tensorboard, self.leader)
+            bar = ProgressBar(self.run.path.name, start, self.config.train.steps, self.leader)
+            with contextlib.closing(writer), contextlib.closing(bar):
+                self.writer, self.bar = writer, bar
+                return self._train(state, start)
+
+    def _write_setup(self) -> None:
+        if self.leader:
+            self.run.write_setup(self.config, self.setup.corpus.tokenizer.proto, self.details)
+
+    def _train(self, state: TrainState, start: int) -> Result:
+        steps = self.config.train.steps
+        agreement = StopAgreement(self.request, self.setup.mesh)
+        if start > 0:
+            self.bar.say(f"going on from step {start} of {steps}")
+        missing = self._validation_due(start) and start not in self.writer.validated
+        if missing and not self._validate(state, start):  # it was stopped before it could validate
+            return self._stop(state, start)
+        if start >= steps:
+            return Result(Outcome.FINISHED if missing else Outcome.ALREADY_FINISHED, start)
+        train_step = self._compile()
+        if agreement.stop():
+            return self._stop(state, start)
+        recorder = _StepRecorder(self)
+        for step in range(start + 1, steps + 1):
+            state, step_metrics = train_step(state, next(self.batches))
+            recorder.push(step, step_metrics)
+            stopping = agreement.stop()
+            validating = self._validation_due(step)
+            saving = step % self.config.checkpoint.every == 0 or step == steps
+            if not (stopping or validating or saving):
+                continue
+            recorder.flush()
+            if validating and not stopping:
+                stopping = not self._validate(state, step)
+            if stopping:
+                return self._stop(state, step)
+            if saving:
+                self._save(state, step)
+            recorder.restart_clock()
+        self.checkpointer.wait()
+        return Result(Outcome.FINISHED, steps)
+
+    def _compile(self) -> Any:
+        self.bar.say(
+            f"compiling the training step ({self.details['parameters']:,} parameters, {self.setup.mesh.size} "
+            f"{self.details['device']} device{'s' if self.setup.mesh.size > 1 else ''})"
+        )
+        began = time.perf_counter()
+        compiled = self.trainer.compile_step()
+        self.details["compile_seconds"] = time.perf_counter() - began
+        memory = compiled.memory_analysis()
+        if memory is not None:
+            self.details["memory_per_device"] = {
+                "temporary_bytes": memory.temp_size_in_bytes,
+                "argument_bytes": memory.argument_size_in_bytes,
+            }
+        self._write_setup()
+        return compiled
+
+    def _validation_due(self, step: int) -> bool:
+        return step > 0 and (step % self.config.evaluation.every == 0 or step == self.config.train.steps)
+
+    def _validate(self, state: TrainState, step: int) -> bool:
+        """Writes a validation row; returns False if a signal cut it short."""
+        batches = validation_batches(
+            self.setup.validation_rows,
+            self.config.evaluation.batch_size,
+            self.config.evaluation.batches,
+            self.setup.mesh,
+        )
+        several = jax.process_count() > 1  # no process may leave the others alone in a batch
+        found = self.validator(state.params, batches, lambda: self.request.signal is not None and not several)
+        if found is None:
+            return False
+        self._write({"split": "validation", "step": step, "tokens": self.tokens, **found})
+        return True
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.writer.write(row)
+        self.bar.row(row)
+
+    def _save(self, state: TrainState, step: int) -> None:
+        # The rows up to this step must survive whatever the checkpoint survives.
+        self.writer.sync()
+        self.checkpointer.save(step, state, Progress(self.tokens, self.batches.get_state()))
+
+    def _stop(self, state: TrainState, step: int) -> Result:
+        self._save(state, step)
+        self.checkpointer.wait()
+        by = f" by {self.request.signal.name}" if self.request.signal is not None else ""
+        self.bar.say(f"stopped{by} and saved at step {step}; run the same command again to go on")
+        return Result(Outcome.STOPPED, step, self.request.signal)
+
+
+class _StepRecorder:
+    """Reads the metrics of a step while the next one runs, and writes the rows that are due."""
+
+    def __init__(self, run: _Run):
+        self._run = run
+        self._pending: tuple[int, StepMetrics] | None = None
+        self._seconds, self._steps, self._window_tokens = 0.0, 0, 0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leaves the time since the last step out of the step times (validation, saving)."""
+        self._clock = time.perf_counter()
+
+    def push(self, step: int, step_metrics: StepMetrics) -> None:
+        """Takes a step that was just dispatched and reads the one before."""
+        self.flush()
+        self._pending = step, step_metrics
+
+    def flush(self) -> None:
+        """Waits for the pending step, counts its tokens and writes its row if one is due."""
+        if self._pending is None:
+            return
+        step, pending = self._pending
+        self._pending = None
+        values = StepMetrics(*(value.item() for value in jax.device_get(pending)))
+        now = time.perf_counter()
+        self._seconds += now - self._clock
+        self._clock = now
+        self._steps += 1
+        self._window_tokens += values.tokens
+        run = self._run
+        run.tokens += values.tokens
+        if not (math.isfinite(values.loss) and math.isfinite(values.gradient_norm)):
+            raise MachineError(
+                f"the loss of step {step} is {values.loss} and its gradient norm {values.gradient_norm}; "
+                "nothing was saved from there on. Lower optimizer.learning_rate, and go on from the newest "
+                f"checkpoint in {run.run.checkpoints}, or start over in another run_dir"
+            )
+        rate = self._window_tokens / self._seconds
+        run.bar.advance(values.loss, rate)
+        if step % run.config.logging.every and step != run.config.train.steps:
+            return
+        row = {
+            "split": "train",
+            "step": step,
+            "tokens": run.tokens,
+            "loss": values.loss,
+            "learning_rate": values.learning_rate,
+            "gradient_norm": values.gradient_norm,
+            "step_seconds": self._seconds / self._steps,
+            "tokens_per_second": rate,
+        }
+        if run.config.model.copy_head is not None:
+            row["gate"] = values.gate
+        run._write(row)
+        self._seconds, self._steps, self._window_tokens = 0.0, 0, 0

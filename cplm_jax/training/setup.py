@@ -1,0 +1,126 @@
+"""Everything that is checked and made before a run starts: devices, data, model."""
+
+import dataclasses
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from cplm_jax.config import Config, MeshConfig
+from cplm_jax.data.corpus import Corpus, load_corpus
+from cplm_jax.data.packing import PackedRows
+from cplm_jax.errors import UserError
+from cplm_jax.models.decoder import ModelDefinition, define_model, parameter_count
+from cplm_jax.sharding import check_divisible, make_mesh
+
+
+class Setup(NamedTuple):
+    """What a run is made of; nothing here was compiled."""
+
+    config: Config
+    """With ``model.vocabulary_size`` resolved."""
+    corpus: Corpus
+    mesh: Mesh
+    definition: ModelDefinition
+    train_rows: PackedRows
+    validation_rows: PackedRows
+
+    def details(self) -> dict[str, Any]:
+        """Returns facts of the run that are no configuration, for run.json."""
+        train, validation = self.corpus.train, self.corpus.validation
+        return {
+            "corpus_fingerprint": self.corpus.fingerprint,
+            "tokenizer_sha256": self.corpus.tokenizer.sha256,
+            "train_documents": train.documents,
+            "train_tokens": int(train.offsets[-1]),
+            "train_bytes": train.bytes,
+            "validation_documents": validation.documents,
+            "validation_tokens": int(validation.offsets[-1]),
+            "validation_bytes": validation.bytes,
+            "rows_per_epoch": self.train_rows.rows_per_epoch,
+            "parameters": parameter_count(self.definition.shapes),
+            "copy_head_parameters": parameter_count(self.definition.shapes.get("copy_head", {})),
+            "device": jax.devices()[0].device_kind,
+            "devices": self.mesh.size,
+            "processes": jax.process_count(),
+            "python": platform.python_version(),
+            "versions": {
+                name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+            },
+        }
+
+
+def initialize_processes(config: MeshConfig) -> None:
+    """Joins the processes of a multi-process run; must come before anything asks for devices.
+
+    Reads JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID where they are set, and lets
+    JAX find out otherwise (TPU pods, Slurm, MPI).
+
+    Raises:
+      UserError: if JAX cannot find the other processes.
+    """
+    if not config.distributed or jax.distributed.is_initialized():
+        return
+    count, number = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
+    try:
+        jax.distributed.initialize(
+            coordinator_address=os.environ.get("JAX_COORDINATOR_ADDRESS"),
+            num_processes=None if count is None else int(count),
+            process_id=None if number is None else int(number),
+        )
+    except (ValueError, RuntimeError) as e:
+        raise UserError(
+            f"mesh.distributed = true, but the processes could not be joined ({str(e).splitlines()[0]}); set "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or mesh.distributed to false"
+        ) from e
+
+
+def set_up(config: Config, report: Callable[[str], None] = lambda message: None) -> Setup:
+    """Checks a configuration against devices and data and makes all but the run directory.
+
+    Args:
+      config: the configuration.
+      report: called with lines of progress.
+
+    Raises:
+      UserError: for anything that cannot work, before compilation.
+    """
+    initialize_processes(config.mesh)
+    try:
+        mesh = make_mesh(config.mesh)
+    except RuntimeError as e:  # JAX_PLATFORMS names a backend that is not there
+        raise UserError(f"no usable device: {str(e).splitlines()[0]}") from e
+    corpus = load_corpus(config.data, report)
+    config = resolve_vocabulary(config, corpus.tokenizer.size)
+    definition = define_model(config.model)
+    check_divisible(definition.logical_axes, definition.shapes, mesh, config)
+    length = config.data.sequence_length
+    return Setup(
+        config=config,
+        corpus=corpus,
+        mesh=mesh,
+        definition=definition,
+        train_rows=PackedRows(corpus.train, corpus.tokenizer, length, config.seed, "training"),
+        validation_rows=PackedRows(corpus.validation, corpus.tokenizer, length, None, "held-out"),
+    )
+
+
+def resolve_vocabulary(config: Config, tokenizer_size: int) -> Config:
+    """Fills in ``model.vocabulary_size`` from the tokenizer.
+
+    Raises:
+      UserError: if the tokenizer has ids beyond the configured size.
+    """
+    size = config.model.vocabulary_size
+    if size is None:
+        size = tokenizer_size
+    if size < tokenizer_size:
+        raise UserError(
+            f"model.vocabulary_size = {size}, but the tokenizer makes token ids up to {tokenizer_size - 1}; "
+            f"set it to at least {tokenizer_size}, or to null"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary_size=size))
