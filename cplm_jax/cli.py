@@ -1,10 +1,12 @@
 """The ``cplm`` command."""
 
 import argparse
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from cplm_jax.config_loading import help_text, load_config, to_yaml
@@ -38,8 +40,110 @@ def train_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes as :class:`UserError`, with the nearest option."""
+
+    def __init__(self, name: str, description: str):
+        super().__init__(prog=f"cplm {name}", description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message} (--help lists every option)")
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parses all arguments. Raises :class:`UserError` for one that does not exist."""
+        known = [option for action in self._actions for option in action.option_strings]
+        for word in arguments:
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in known:
+                self.error(f"unknown option {option!r}{nearest(option, known)}")
+        return self.parse_args(list(arguments))
+
+
+def eval_command(arguments: Sequence[str]) -> int:
+    """Runs ``cplm eval``: measures a trained model on its held-out text."""
+    parser = _Parser("eval", "Measures a trained model on the held-out text of its run.")
+    parser.add_argument("--checkpoint", required=True, metavar="RUN_OR_EXPORT", help="run directory or export")
+    parser.add_argument("--suites", default="validation,copying", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--output", metavar="FILE.json", help="also write the figures as JSON")
+    options = parser.parse(arguments)
+    from cplm_jax.evaluation.suites import check_suites, evaluate, table
+    from cplm_jax.loading import load_model
+
+    suites = check_suites([s.strip() for s in options.suites.split(",")])
+    if options.output is not None:
+        check_output_file(options.output)
+    result = evaluate(load_model(options.checkpoint), suites)
+    print(table(result))
+    if options.output is not None:
+        write_output_file(options.output, json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def generate_command(arguments: Sequence[str]) -> int:
+    """Runs ``cplm generate``: continues a prompt."""
+    parser = _Parser("generate", "Continues a prompt, and prints prompt and continuation.")
+    parser.add_argument("--checkpoint", required=True, metavar="RUN_OR_EXPORT", help="run directory or export")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
+    parser.add_argument("--max_tokens", type=int, default=100, help="tokens to generate at most (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)"
+    )
+    parser.add_argument("--top_k", type=int, help="sample among this many likeliest tokens")
+    parser.add_argument("--top_p", type=float, help="sample among the likeliest tokens of this total probability")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
+    options = parser.parse(arguments)
+    from cplm_jax.generation import check_arguments, generate
+    from cplm_jax.loading import load_model
+
+    settings = (options.max_tokens, options.temperature, options.top_k, options.top_p, options.seed)
+    check_arguments(*settings)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    print(prompt + generate(load_model(options.checkpoint), prompt, *settings))
+    return 0
+
+
+def export_command(arguments: Sequence[str]) -> int:
+    """Runs ``cplm export``: writes a model without its training state."""
+    parser = _Parser("export", "Writes a trained model without its training state.")
+    parser.add_argument("--checkpoint", required=True, metavar="RUN", help="run directory")
+    parser.add_argument("--format", choices=("orbax",), default="orbax", help="(default: %(default)s)")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
+    options = parser.parse(arguments)
+    from cplm_jax.interop.export import export_orbax
+    from cplm_jax.loading import load_model
+
+    if os.path.exists(options.output):
+        raise UserError(f"--output {options.output}: it exists already; choose another folder")
+    print(export_orbax(load_model(options.checkpoint), options.output))
+    return 0
+
+
+def check_output_file(path: str) -> None:
+    """Raises :class:`UserError` if a file could not be written at ``path``."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        raise UserError(f"--output {path}: it is a folder; give a file")
+    if not os.path.isdir(folder):
+        raise UserError(f"--output {path}: the folder {folder} does not exist")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UserError(f"--output {path}: cannot be written")
+
+
+def write_output_file(path: str, text: str) -> None:
+    """Writes a text file whole or not at all. Raises :class:`MachineError` if it cannot."""
+    from cplm_jax.training.run_directory import write_atomically
+
+    try:
+        write_atomically(Path(path), text.encode("utf-8"))
+    except OSError as e:
+        raise MachineError(f"--output {path}: cannot be written: {e.strerror or e}") from e
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train_command, "train a model, or go on with a run"),
+    "eval": (eval_command, "measure a trained model on its held-out text"),
+    "generate": (generate_command, "continue a prompt"),
+    "export": (export_command, "write a model without its training state"),
 }
 
 

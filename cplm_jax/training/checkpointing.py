@@ -42,7 +42,7 @@ def _leaf_checksums(leaves: list[jax.Array]) -> jax.Array:
     return jnp.stack([checksum(x) for x in leaves])
 
 
-def _checksums(tree: Any) -> dict[str, int]:
+def checksums(tree: Any) -> dict[str, int]:
     """Returns ``{path: checksum}``: storage formats detect a truncated file, but not every flipped bit."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = jax.device_get(_leaf_checksums([leaf for _, leaf in leaves]))
@@ -54,10 +54,10 @@ class Checkpointer:
 
     Args:
       folder: the checkpoints' folder.
-      keep: number of latest checkpoints kept.
+      keep: number of latest checkpoints kept; ``None`` keeps all.
     """
 
-    def __init__(self, folder: Path, keep: int = 1):
+    def __init__(self, folder: Path, keep: int | None):
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(
             self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
@@ -79,7 +79,7 @@ class Checkpointer:
         record = {
             "tokens": progress.tokens,
             "data": progress.data,
-            "checksums": {"params": _checksums(state.params), "optimizer": _checksums(rest)},
+            "checksums": {"params": checksums(state.params), "optimizer": checksums(rest)},
         }
         try:
             self._manager.save(
@@ -104,7 +104,7 @@ class Checkpointer:
         finished = sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit())
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         return MachineError(
-            f"{which} could not be written to {self.folder}: {_first_line(error)}; "
+            f"{which} could not be written to {self.folder}: {first_line(error)}; "
             + (f"the last good one is of step {finished[-1]}" if finished else "there is none yet")
         )
 
@@ -146,11 +146,11 @@ class Checkpointer:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as e:  # Orbax and TensorStore raise bare exceptions of many kinds
-            raise self._damaged(step, f"{item}: {_first_line(e)}") from e
+            raise self._damaged(step, f"{item}: {first_line(e)}") from e
 
     def _verify(self, step: int, item: str, tree: Any, record: dict[str, Any]) -> None:
         saved = record["checksums"][item]
-        for path, value in _checksums(tree).items():
+        for path, value in checksums(tree).items():
             if saved.get(path) != value:
                 raise self._damaged(step, f"{item}{path} is not what was saved")
 
@@ -170,6 +170,7 @@ class Checkpointer:
         self._manager.close()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error of a library, shortened."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]

@@ -1,0 +1,169 @@
+"""What the copy head does: accuracy, calibration of the gate, where it points, the cost of novelty."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from cplm_jax.data.pipeline import Batch
+from cplm_jax.mixture import (
+    LOWEST,
+    copy_scores,
+    log_distribution,
+    masked_logsumexp,
+    occurs_in_context,
+    target_terms,
+    valid_candidates,
+)
+from cplm_jax.models.decoder import ModelDefinition
+
+CALIBRATION_BINS = 10
+
+
+class TokenReport(NamedTuple):
+    """Per-position facts, each of shape (batch, length)."""
+
+    log_prob: Float[Array, "batch length"]
+    """log p(y_t) of the mixture."""
+    correct: Bool[Array, "batch length"]
+    """Whether the target is the most probable token of the mixture."""
+    in_context: Bool[Array, "batch length"]
+    """Whether the target occurs among the copyable tokens of its document so far."""
+    log_novel: Float[Array, "batch length"]
+    """log of the probability that the mixture gives to all tokens that do not occur in context."""
+    gate: Float[Array, "batch length"]
+    """Weight of copying, 0 without candidates or without a copy head."""
+    responsibility: Float[Array, "batch length"]
+    """Share of p(y_t) that came from copying."""
+    copy_correct: Bool[Array, "batch length"]
+    """Whether the target is the most probable token of the copy head alone."""
+    source: Int[Array, "batch length"]
+    """Position of the occurrence of y_t with the highest copy score; -1 if there is none."""
+
+
+def token_report(definition: ModelDefinition, params: Any, batch: Batch) -> TokenReport:
+    """Computes the report of a batch from the full distribution of the mixture; jit-able."""
+    copy_head = definition.config.copy_head
+    gate = "learned" if copy_head is None else copy_head.gate
+    outputs = definition.bind(params)(batch.tokens, batch.segment_ids, batch.positions, batch.copyable)
+    terms = target_terms(
+        outputs.logits, batch.targets, batch.tokens, batch.segment_ids, outputs.pointer, gate
+    )
+    log_p = log_distribution(outputs.logits, batch.tokens, batch.segment_ids, outputs.pointer, gate)
+    valid = valid_candidates(batch.copyable, batch.segment_ids)
+    present = _present(batch.tokens, valid, log_p.shape[-1])
+    shape = batch.tokens.shape
+    copy_correct, source = jnp.zeros(shape, bool), jnp.full(shape, -1, jnp.int32)
+    if outputs.pointer is not None:
+        scores = copy_scores(outputs.pointer)
+        pointed = valid_candidates(outputs.pointer.candidate, batch.segment_ids)
+        matches = pointed & (batch.tokens[:, None, :] == batch.targets[:, :, None])
+        source = jnp.where(
+            jnp.any(matches, -1), jnp.argmax(jnp.where(matches, scores, LOWEST), -1).astype(jnp.int32), -1
+        )
+        copied = _most_copied(scores, pointed, batch.tokens)
+        copy_correct = jnp.any(pointed, -1) & (copied == batch.targets)
+    return TokenReport(
+        log_prob=terms.log_prob,
+        correct=jnp.argmax(log_p, -1) == batch.targets,
+        in_context=occurs_in_context(batch.tokens, batch.segment_ids, batch.copyable, batch.targets),
+        log_novel=masked_logsumexp(log_p, ~present),
+        gate=terms.gate,
+        responsibility=terms.responsibility,
+        copy_correct=copy_correct,
+        source=source,
+    )
+
+
+def _present(
+    tokens: Int[Array, "batch length"], valid: Bool[Array, "batch length candidates"], vocabulary: int
+) -> Bool[Array, "batch length vocabulary"]:
+    """Returns which tokens occur among the valid candidates of each position."""
+
+    def row(valid_txj: Array, ids_j: Array) -> Array:
+        return jax.ops.segment_sum(valid_txj.T.astype(jnp.float32), ids_j, vocabulary).T > 0
+
+    return jax.vmap(row)(valid, tokens)
+
+
+def _most_copied(
+    scores: Float[Array, "batch length candidates"],
+    valid: Bool[Array, "batch length candidates"],
+    tokens: Int[Array, "batch length"],
+) -> Int[Array, "batch length"]:
+    """Returns the token with the largest copy probability, all its occurrences together."""
+    peak = jnp.max(jnp.where(valid, scores, LOWEST), axis=-1, keepdims=True)
+    mass = jnp.where(valid, jnp.exp(jnp.where(valid, scores - peak, 0.0)), 0.0)
+    same = (tokens[:, :, None] == tokens[:, None, :]).astype(mass.dtype)
+    best = jnp.argmax(jnp.einsum("btj,bji->bti", mass, same), axis=-1)
+    return jnp.take_along_axis(tokens, best, axis=-1)
+
+
+class Calibration(NamedTuple):
+    """One bin of the gate's calibration."""
+
+    gate: float
+    """Mean gate of the bin's targets."""
+    copyable: float
+    """Share of the bin's targets that occur in context."""
+    tokens: int
+
+
+def evaluate_copying(definition: ModelDefinition, params: Any, batches: Iterable[Batch]) -> dict[str, Any]:
+    """Returns how the model does on targets that can be copied and on those that cannot.
+
+    ``accuracy``, ``accuracy_in_context`` and ``accuracy_novel``: share of targets that the mixture
+    thinks most probable. ``loss_novel_detection`` and ``loss_novel_identity``: the two parts of the
+    loss of novel targets, in nats, that the target is novel and which one it is. With a copy head
+    also ``copy_accuracy`` (share of in-context targets that the copy head alone thinks most
+    probable), ``gate``, ``gate_in_context``, ``gate_novel``, ``responsibility_in_context`` (means)
+    and ``calibration`` (bins of equal width: mean gate against the share of targets that occur in
+    context). A mean over no token is left out.
+    """
+    report_of = jax.jit(functools.partial(token_report, definition))
+    parts = []
+    for batch in batches:
+        report = TokenReport(*(np.asarray(x) for x in jax.device_get(report_of(params, batch))))
+        mask = np.asarray(batch.loss_mask)
+        parts.append(TokenReport(*(x[mask] for x in report)))
+    r = TokenReport(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    inside, novel = r.in_context, ~r.in_context
+    everything = np.ones_like(inside)
+    means = {
+        "accuracy": (r.correct, everything),
+        "accuracy_in_context": (r.correct, inside),
+        "accuracy_novel": (r.correct, novel),
+        "loss_novel_detection": (-r.log_novel, novel),
+        "loss_novel_identity": (r.log_novel - r.log_prob, novel),
+    }
+    if definition.config.copy_head is not None:
+        means |= {
+            "copy_accuracy": (r.copy_correct, inside),
+            "gate": (r.gate, everything),
+            "gate_in_context": (r.gate, inside),
+            "gate_novel": (r.gate, novel),
+            "responsibility_in_context": (r.responsibility, inside),
+        }
+    result: dict[str, Any] = {
+        name: float(np.mean(values[where], dtype=np.float64)) for name, (values, where) in means.items() if where.any()
+    }
+    result["target_tokens"] = int(inside.size)
+    if definition.config.copy_head is not None:
+        result["calibration"] = [bin._asdict() for bin in _calibration(r.gate, inside)]
+    return result
+
+
+def _calibration(gate: np.ndarray, copyable: np.ndarray) -> list[Calibration]:
+    which = np.minimum((gate * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    bins = []
+    for i in range(CALIBRATION_BINS):
+        here = which == i
+        if here.any():
+            bins.append(
+                Calibration(float(gate[here].mean(dtype=np.float64)), float(copyable[here].mean()), int(here.sum()))
+            )
+    return bins
