@@ -86,7 +86,8 @@ class DataConfig:
 
     paths: Strings = field(default_factory=list)
     """Documents to train on: files, folders or globs. A `.jsonl` file holds a document a line,
-    any other file is one document of UTF-8 text."""
+    any other file is one document of UTF-8 text. `python:stdlib` stands for the source of the
+    running Python's standard library, without its tests."""
     validation_paths: Strings = field(default_factory=list)
     """Held-out documents; if empty, `validation_fraction` of `paths` is held out."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1

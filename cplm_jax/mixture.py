@@ -95,11 +95,21 @@ def masked_logsumexp(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[
     return jnp.where(some, peak[..., 0] + jnp.log(jnp.where(some, total, 1.0)), LOWEST)
 
 
+class LogTotals(NamedTuple):
+    """``A_t`` and ``lse(z_t)``, each as its peak (the largest term, no gradient) and the rest.
+
+    Scores and logits may be far larger than their differences. With the peaks apart, float32
+    subtracts large numbers from each other before it adds small ones.
+    """
+
+    copy_peak: Float[Array, "batch length"]
+    copy_rest: Float[Array, "batch length"]
+    lm_peak: Float[Array, "batch length"]
+    lm_rest: Float[Array, "batch length"]
+
+
 def gate_logit(
-    gate: Gate,
-    gate_term: Float[Array, "batch length"],
-    log_copy_total: Float[Array, "batch length"],
-    log_lm_total: Float[Array, "batch length"],
+    gate: Gate, gate_term: Float[Array, "batch length"], totals: LogTotals
 ) -> Float[Array, "batch length"]:
     """Returns the gate logit ``g_t``.
 
@@ -109,14 +119,13 @@ def gate_logit(
         ``A_t + b - lse(z_t)``, one softmax over logits and copy scores (CopyNet, Gu et al.
         2016; TRIME, Zhong et al. 2022).
       gate_term: ``w . h_t + b``, ``q_t . s`` and ``b`` for the three.
-      log_copy_total: ``A_t``.
-      log_lm_total: ``lse(z_t)``.
+      totals: ``A_t`` and ``lse(z_t)``.
     """
     if gate == "learned":
         return gate_term
     if gate == "sentinel":
-        return log_copy_total - gate_term
-    return log_copy_total + gate_term - log_lm_total
+        return (totals.copy_peak - gate_term) + totals.copy_rest
+    return (totals.copy_peak - totals.lm_peak) + gate_term + (totals.copy_rest - totals.lm_rest)
 
 
 def mix(
@@ -134,28 +143,62 @@ def mix(
     return jnp.where(some_valid, mixed, log_lm)
 
 
-def _totals(
-    scores: Float[Array, "batch length candidates"],
-    valid: Bool[Array, "batch length candidates"],
+class _Terms(NamedTuple):
+    """What both paths start from."""
+
+    scores: Float[Array, "batch length candidates"]
+    """e_tj - peak_t."""
+    valid: Bool[Array, "batch length candidates"]
+    some_valid: Bool[Array, "batch length"]
+    log_total: Float[Array, "batch length"]
+    """A_t - peak_t."""
+    gate: Float[Array, "batch length"]
+    """g_t."""
+    log_lm: Float[Array, "batch length vocabulary"]
+    """log p_lm."""
+
+
+def _terms(
     logits: Float[Array, "batch length vocabulary"],
+    segment_ids: Int[Array, "batch length"],
     pointer: Pointer,
     gate: Gate,
-) -> tuple[Array, Array, Array, Array]:
-    """Returns A_t (0 where no candidate is valid), whether one is, g_t and lse(z_t)."""
+) -> _Terms:
+    scores = copy_scores(pointer)
+    valid = valid_candidates(pointer.candidate, segment_ids)
     some_valid = jnp.any(valid, axis=-1)
-    log_copy_total = jnp.where(some_valid, masked_logsumexp(scores, valid), 0.0)
-    log_lm_total = jax.nn.logsumexp(logits, axis=-1)
-    g = gate_logit(gate, pointer.gate_term.astype(jnp.float32), log_copy_total, log_lm_total)
-    return log_copy_total, some_valid, g, log_lm_total
+    peak = jax.lax.stop_gradient(jnp.max(jnp.where(valid, scores, LOWEST), axis=-1))
+    peak = jnp.where(some_valid, peak, 0.0)
+    scores = scores - peak[..., None]
+    log_total = jnp.where(some_valid, masked_logsumexp(scores, valid), 0.0)
+    lm_peak, lm_rest = _lm_total(logits)
+    g = gate_logit(
+        gate, pointer.gate_term.astype(jnp.float32), LogTotals(peak, log_total, lm_peak, lm_rest)
+    )
+    return _Terms(scores, valid, some_valid, log_total, g, (logits - lm_peak[..., None]) - lm_rest[..., None])
 
 
-def _target_logit(
-    logits: Float[Array, "batch length vocabulary"], targets: Int[Array, "batch length"]
+def _lm_total(
+    logits: Float[Array, "batch length vocabulary"],
+) -> tuple[Float[Array, "batch length"], Float[Array, "batch length"]]:
+    """Returns the largest logit, without a gradient, and the log-sum-exp of what exceeds it."""
+    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+    return peak, jnp.log(jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1))
+
+
+def _log_softmax(logits: Float[Array, "batch length vocabulary"]) -> Float[Array, "batch length vocabulary"]:
+    peak, rest = _lm_total(logits)
+    return (logits - peak[..., None]) - rest[..., None]
+
+
+def _pick(
+    values: Float[Array, "batch length vocabulary"], targets: Int[Array, "batch length"]
 ) -> Float[Array, "batch length"]:
+    """Returns each target's value."""
     # A masked sum rather than a gather: it stays local when the vocabulary is sharded, and its
     # gradient is no scatter.
-    ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-    return jnp.sum(jnp.where(ids == targets[..., None], logits, 0.0), axis=-1)
+    ids = jax.lax.broadcasted_iota(targets.dtype, values.shape, values.ndim - 1)
+    return jnp.sum(jnp.where(ids == targets[..., None], values, 0.0), axis=-1)
 
 
 def target_terms(
@@ -178,18 +221,19 @@ def target_terms(
     """
     logits = logits.astype(jnp.float32)
     if pointer is None:
-        log_lm = _target_logit(logits, targets) - jax.nn.logsumexp(logits, axis=-1)
+        log_lm = _pick(_log_softmax(logits), targets)
         return TargetTerms(log_lm, jnp.zeros_like(log_lm), jnp.zeros_like(log_lm))
-    scores = copy_scores(pointer)
-    valid = valid_candidates(pointer.candidate, segment_ids)
-    log_copy_total, some_valid, g, log_lm_total = _totals(scores, valid, logits, pointer, gate)
-    log_lm = _target_logit(logits, targets) - log_lm_total
-    matches = valid & (tokens[:, None, :] == targets[:, :, None])
+    terms = _terms(logits, segment_ids, pointer, gate)
+    matches = terms.valid & (tokens[:, None, :] == targets[:, :, None])
     some_match = jnp.any(matches, axis=-1)
-    log_copy = jnp.where(some_match, masked_logsumexp(scores, matches) - log_copy_total, LOWEST)
-    log_prob = mix(log_lm, log_copy, g, some_valid)
-    responsibility = jnp.where(some_match, jnp.exp(jax.nn.log_sigmoid(g) + log_copy - log_prob), 0.0)
-    return TargetTerms(log_prob, jnp.where(some_valid, jax.nn.sigmoid(g), 0.0), responsibility)
+    log_copy = jnp.where(some_match, masked_logsumexp(terms.scores, matches) - terms.log_total, LOWEST)
+    log_prob = mix(_pick(terms.log_lm, targets), log_copy, terms.gate, terms.some_valid)
+    responsibility = jnp.where(
+        some_match, jnp.exp(jax.nn.log_sigmoid(terms.gate) + log_copy - log_prob), 0.0
+    )
+    return TargetTerms(
+        log_prob, jnp.where(terms.some_valid, jax.nn.sigmoid(terms.gate), 0.0), responsibility
+    )
 
 
 def segment_logsumexp(
@@ -225,18 +269,15 @@ def log_distribution(
     """
     logits = logits.astype(jnp.float32)
     if pointer is None:
-        return jax.nn.log_softmax(logits, axis=-1)
-    scores = copy_scores(pointer)
-    valid = valid_candidates(pointer.candidate, segment_ids)
-    log_copy_total, some_valid, g, log_lm_total = _totals(scores, valid, logits, pointer, gate)
-    log_lm = logits - log_lm_total[..., None]
+        return _log_softmax(logits)
+    terms = _terms(logits, segment_ids, pointer, gate)
 
     def scatter(scores_txj: Array, valid_txj: Array, ids_j: Array) -> tuple[Array, Array]:
         # One scatter serves every position of a row: candidates lead, positions trail.
         return segment_logsumexp(scores_txj.T, valid_txj.T, ids_j, logits.shape[-1])
 
-    log_match_bvt, some_match_bvt = jax.vmap(scatter)(scores, valid, tokens)
+    log_match_bvt, some_match_bvt = jax.vmap(scatter)(terms.scores, terms.valid, tokens)
     log_match = jnp.swapaxes(log_match_bvt, 1, 2)
     some_match = jnp.swapaxes(some_match_bvt, 1, 2)
-    log_copy = jnp.where(some_match, log_match - log_copy_total[..., None], LOWEST)
-    return mix(log_lm, log_copy, g[..., None], some_valid[..., None])
+    log_copy = jnp.where(some_match, log_match - terms.log_total[..., None], LOWEST)
+    return mix(terms.log_lm, log_copy, terms.gate[..., None], terms.some_valid[..., None])

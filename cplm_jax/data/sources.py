@@ -4,6 +4,7 @@ import glob
 import hashlib
 import json
 import os
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,12 +30,36 @@ class SourceFile(NamedTuple):
     name: str
 
 
+PYTHON_STDLIB = "python:stdlib"
+_NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_files() -> list[SourceFile]:
+    """Lists the source of the running Python's standard library, without its tests.
+
+    Raises:
+      UserError: if this Python comes without its source.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        SourceFile(path, path.relative_to(root).as_posix())
+        for path in sorted(root.rglob("*.py"))
+        if not _NOT_STDLIB.intersection(path.relative_to(root).parts)
+    ]
+    if len(files) < 100:
+        raise UserError(
+            f"data.paths: {PYTHON_STDLIB!r} needs the source of Python's standard library, and {root} has "
+            f"{len(files)} files of it; use another Python, or text of your own"
+        )
+    return files
+
+
 def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
     """Expands files, folders and globs to a sorted list of files.
 
     A file found in a folder or by a glob is named by its path from the folder, or from the
     glob's part without wildcards; a file given by itself, by its file name. Hidden files and
-    folders are left out of folders.
+    folders are left out of folders. ``python:stdlib`` stands for :func:`stdlib_files`.
 
     Raises:
       UserError: if ``paths`` is empty or one of them matches nothing; ``field`` is named.
@@ -45,6 +70,9 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
         )
     found: dict[Path, str] = {}
     for pattern in paths:
+        if pattern == PYTHON_STDLIB:
+            found.update(stdlib_files())
+            continue
         root = Path(pattern).expanduser()
         matches: list[tuple[Path, str]]
         if root.is_dir():

@@ -1,0 +1,56 @@
+"""Prints, as JSON, the losses of 20 steps on several meshes of 8 fake devices.
+
+A program of its own, because the number of devices is fixed when JAX starts:
+``python -m tests.training.sharded_losses FOLDER [flags]``.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+
+from cplm_jax.data.pipeline import TrainingBatches, validation_batches  # noqa: E402
+from cplm_jax.evaluation.validation import Validator  # noqa: E402
+from cplm_jax.training.setup import set_up  # noqa: E402
+from cplm_jax.training.step import Trainer  # noqa: E402
+from tests.tiny import tiny_config  # noqa: E402
+
+MESHES = {
+    "single": {"data": 1},
+    "data=8": {"data": 8},
+    "fsdp=8": {"data": 1, "fsdp": 8},
+    "tensor=4, data=2": {"data": 2, "tensor": 4},
+    "data=2, fsdp=2, tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+def losses(folder, mesh, flags):
+    mesh_flags = [word for axis, size in mesh.items() for word in (f"--mesh.{axis}", str(size))]
+    setup = set_up(tiny_config(folder, *flags, *mesh_flags))
+    train, data = setup.config.train, setup.config.data
+    trainer = Trainer(setup.config, setup.definition, setup.mesh)
+    state, step = trainer.init(), trainer.compile_step()
+    batches = TrainingBatches(
+        setup.train_rows, train.batch_size, train.accumulation, train.steps, setup.mesh, data.prefetch
+    )
+    result = []
+    for _ in range(train.steps):
+        state, metrics = step(state, next(batches))
+        result.append(metrics.loss.item())
+    lengths = setup.corpus.tokenizer.byte_lengths(setup.config.model.vocabulary_size)
+    held_out = validation_batches(setup.validation_rows, 8, 2, setup.mesh)
+    return {
+        "train": result,
+        "validation": Validator(setup.definition, setup.mesh, lengths)(state.params, held_out)["loss"],
+        "shards": len({str(s.index) for s in jax.tree.leaves(state.params)[0].addressable_shards}),
+    }
+
+
+if __name__ == "__main__":
+    words = sys.argv[2:]
+    print(json.dumps({name: losses(Path(sys.argv[1]), mesh, words) for name, mesh in MESHES.items()}))
