@@ -1,10 +1,7 @@
-"""Two finished runs on the same batches, side by side: the facts of ``cplm compare``, without their layout."""
+"""Two finished runs on the same batches, side by side: the facts of ``cplm compare``, not their layout."""
 
-import codecs
 import dataclasses
 import functools
-import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,41 +11,29 @@ import jax
 import numpy as np
 
 from cplm_jax.config import FREE_TO_CHANGE, Config
-from cplm_jax.config_loading import differences, flatten, load_config
+from cplm_jax.config_loading import differences, flatten, load_config, to_dict
 from cplm_jax.data.corpus import Corpus
 from cplm_jax.data.packing import PackedRows, Row
 from cplm_jax.data.pipeline import Batch
-from cplm_jax.data.tokenizer import Tokenizer
 from cplm_jax.errors import UserError
-from cplm_jax.evaluation.copying import TokenReport, token_report
+from cplm_jax.evaluation.copying import token_report
 from cplm_jax.evaluation.suites import evaluate, evaluation_corpus
 from cplm_jax.interop.export import is_export
 from cplm_jax.loading import LoadedModel, load_model
 from cplm_jax.training.run_directory import RunDirectory, read_rows
 
-# With these, the corpus and the tokenizer equal, two runs see the same batches in the same order.
-SAME = ("seed", "data.sequence_length", "train.steps", "train.batch_size", "model.vocabulary_size")
+# With these, the documents and the tokenizer equal, two runs see the same batches in the same order.
+_SAME = ("seed", "data.sequence_length", "train.steps", "train.batch_size", "model.vocabulary_size")
 
-METRICS = (
-    *("loss", "bits_per_byte", "loss_in_context", "loss_novel", "loss_novel_detection", "loss_novel_identity"),
-    *("fraction_in_context", "accuracy", "accuracy_in_context", "accuracy_novel", "copy_accuracy"),
-    *("gate", "gate_in_context", "gate_novel", "responsibility", "responsibility_in_context"),
-)
-"""What is measured on held-out text, as the suites name it."""
-
-EXCERPTS, EXCERPT_TOKENS, SHORTEST_EXCERPT = 3, 200, 32
-ROWS_LOOKED_AT = 200
+EXCERPTS, EXCERPT_TOKENS, SHORTEST_EXCERPT, ROWS_LOOKED_AT = 3, 200, 32, 200
 COPYABLE_SHARE = 0.5
-PARTIAL = "\N{MIDDLE DOT}"
-"""Shown for a token that ends inside a character; the token that completes the character shows it."""
-_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
 @dataclass(frozen=True)
 class Point:
     """A row of metrics.jsonl: losses in nats per target token after ``tokens`` target tokens.
 
-    Only validations have the last two, and not where they are means over no token.
+    Only validations have the last two, and those not where they are means over no token.
     """
 
     step: int
@@ -59,59 +44,47 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a run cost; ``None`` where it was not recorded.
-
-    ``step_seconds`` and ``tokens_per_second`` are medians of the training rows; the bytes are the
-    compiler's figures for the training step on one device.
-    """
-
-    parameters: int | None
-    copy_head_parameters: int | None
-    step_seconds: float | None
-    tokens_per_second: float | None
-    argument_bytes: int | None
-    temporary_bytes: int | None
-    compile_seconds: float | None
-    device: str | None
-    devices: int | None
-    versions: dict[str, str] | None
-
-
-@dataclass(frozen=True)
 class RunFigures:
-    """One of the two runs.
+    """One of the two runs, in the folder ``path``.
 
     Attributes:
       name: name of its folder, with as many parents as it takes to tell the two apart.
-      copy_head: its configuration; ``None`` for a baseline.
+      config: its configuration, as nested dicts.
+      details: what run.json says: parameters, compile time, memory, device, versions, corpus.
       tokens: target tokens trained on.
-      metrics: :data:`METRICS` of the last checkpoint, measured anew; ``None`` where undefined.
-      calibration: bins of the gate (:class:`~cplm_jax.evaluation.copying.Calibration`); empty for a baseline.
+      step_seconds, tokens_per_second: medians of the training rows; ``None`` if there is none.
+      metrics: figures of both suites for the last checkpoint, measured anew.
+      calibration: bins of the gate, as the copying suite returns them; empty for a baseline.
       train, validation: the curves that training wrote.
     """
 
     name: str
     path: str
-    copy_head: dict[str, Any] | None
+    config: dict[str, Any]
+    details: dict[str, Any]
     tokens: int
-    metrics: dict[str, float | None]
+    step_seconds: float | None
+    tokens_per_second: float | None
+    metrics: dict[str, float]
     calibration: tuple[dict[str, float], ...]
-    cost: Cost
     train: tuple[Point, ...]
     validation: tuple[Point, ...]
+
+    @property
+    def copy_head(self) -> dict[str, Any] | None:
+        """The copy head's configuration; ``None`` for a baseline."""
+        return self.config["model"]["copy_head"]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """When a run reached a loss.
+    """When a run reached ``loss``.
 
     Attributes:
-      loss: the loss.
-      tokens: target tokens after which it was first reached, interpolated; ``None`` if it never was.
+      tokens: target tokens after which it first was, interpolated; ``None`` if it never was.
       share: ``tokens`` over all tokens of the other run.
       at_first_validation: the first validation was there already, so ``tokens`` is an upper bound.
-      resolution: tokens between the validations interpolated.
+      resolution: tokens between the two validations interpolated.
     """
 
     loss: float
@@ -132,25 +105,8 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """What both runs have in common, and what they were measured on."""
-
-    seed: int
-    steps: int
-    batch_size: int
-    sequence_length: int
-    vocabulary_size: int
-    train_documents: int
-    train_corpus_tokens: int
-    epochs: float
-    held_out_documents: int
-    measured_documents: int
-    measured_target_tokens: int
-
-
-@dataclass(frozen=True)
 class Reading:
-    """What a run made of each token of an excerpt, given those before it.
+    """What a run made of each token of an excerpt, given those before it; all of the excerpt's length.
 
     ``source`` is the index, within the excerpt, of the earlier occurrence with the highest copy
     score. An entry is ``None`` where there is nothing to say, as at the first token.
@@ -164,70 +120,64 @@ class Reading:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Held-out text, token by token.
+    """Held-out text of a document, token by token, and what the runs made of it.
 
     Attributes:
-      document: identifier of its document.
-      offset: index of its first token in the document, BOS included.
+      offset: index of its first token in the document, counting BOS.
       copyable: share of its targets that occur earlier in it.
-      texts: what each token shows (:func:`token_texts`).
-      in_context: whether each token occurs earlier in it; ``None`` at the first.
+      pieces: the bytes each token stands for; none for BOS and EOS.
+      in_context: whether each token occurs earlier in it.
     """
 
     document: str
     offset: int
     copyable: float
-    texts: tuple[str, ...]
-    in_context: tuple[bool | None, ...]
+    pieces: tuple[bytes, ...]
+    in_context: tuple[bool, ...]
     reference: Reading
     candidate: Reading
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything the report says.
+    """Everything a report says.
 
     Attributes:
       reference: the baseline, if exactly one of the runs is one; else the run named first.
-      change: ``{metric: candidate - reference}``.
-      candidate_reach: when the candidate reached the reference's final validation loss.
-      reference_reach: the other way round.
+      candidate: the other.
+      target_tokens, documents: how many held-out targets, of how many documents, were measured.
+      candidate_reach, reference_reach: when each reached the other's final validation loss.
+      differences: fields of the configuration; those that may change the result come first.
     """
 
     reference: RunFigures
     candidate: RunFigures
-    shared: Shared
-    change: dict[str, float | None]
+    target_tokens: int
+    documents: int
     candidate_reach: Reach
     reference_reach: Reach
     differences: tuple[Difference, ...]
     excerpts: tuple[Excerpt, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain dicts and lists for JSON; numbers that are not finite become ``None``."""
-        return _plain(dataclasses.asdict(self))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 class _Opened(NamedTuple):
-    """A run's small files."""
-
     name: str
     run: RunDirectory
     config: Config
     details: dict[str, Any]
     rows: dict[str, list[dict[str, Any]]]
-    checkpoint: int
+    checkpoint: int  # step of the newest
 
 
-def compare(run_a: Path, run_b: Path, report: Callable[[str], None] = lambda message: None) -> Comparison:
+class _Passage(NamedTuple):
+    document: int
+    offset: int
+    row: Row  # a document's part in a row, cut to the length of an excerpt
+    in_context: np.ndarray
+    copyable: float
+
+
+def compare(run_a: Path, run_b: Path, report: Callable[[str], None] = lambda _: None) -> Comparison:
     """Measures two finished runs on their held-out text and puts them side by side.
 
     Args:
@@ -241,40 +191,46 @@ def compare(run_a: Path, run_b: Path, report: Callable[[str], None] = lambda mes
     """
     opened = _open_both(run_a, run_b)
     _check_comparable(*opened)
-    if opened[1].config.model.copy_head is None and opened[0].config.model.copy_head is not None:
-        opened.reverse()
+    opened.sort(key=lambda o: o.config.model.copy_head is not None)  # a baseline first
     corpus: Corpus | None = None
-    figures, reports = [], []
+    figures, readings = [], []
     for o in opened:
         report(f"measuring {o.name} on its held-out text")
         model = load_model(o.run.path)
         if corpus is None:
             corpus = evaluation_corpus(model)
-            shared, passages = _shared(o, corpus), _passages(o.config, corpus)
-        result = evaluate(model, corpus=corpus)
-        figures.append(_figures(o, result))
-        reports.append(_read(model, passages))
-        del model  # two models need not fit at once
+            documents, passages = _held_out(o.config, corpus)
+        figures.append(_figures(o, evaluate(model, corpus=corpus)))
+        readings.append(_read(model, passages))
+        del model  # two need not fit at once
     assert corpus is not None
-    tokenizer, (reference, candidate) = corpus.tokenizer, figures
+    excerpts = [
+        Excerpt(
+            document=corpus.validation.ids[p.document],
+            offset=p.offset,
+            copyable=p.copyable,
+            pieces=tuple(corpus.tokenizer.decode_bytes([t]) for t in p.row["tokens"].tolist()),
+            in_context=tuple(p.in_context.tolist()),
+            reference=of_reference,
+            candidate=of_candidate,
+        )
+        for p, of_reference, of_candidate in zip(passages, *readings, strict=True)
+    ]
+    reference, candidate = figures
     return Comparison(
         reference,
         candidate,
-        dataclasses.replace(shared, measured_target_tokens=result["validation"]["target_tokens"]),
-        {m: _minus(candidate.metrics[m], reference.metrics[m]) for m in METRICS},
+        int(candidate.metrics["target_tokens"]),
+        documents,
         tokens_to_reach(candidate.validation, reference.validation[-1].loss, reference.tokens),
         tokens_to_reach(reference.validation, candidate.validation[-1].loss, candidate.tokens),
         _differences(opened[0].config, opened[1].config),
-        tuple(_excerpt(i, p, tokenizer, *reports) for i, p in enumerate(passages)),
+        tuple(excerpts),
     )
 
 
-def _minus(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a - b
-
-
 def tokens_to_reach(points: Sequence[Point], loss: float, total: int) -> Reach:
-    """Returns when a run first reached ``loss``, interpolating linearly between validations.
+    """Return when a run first reached ``loss``, interpolating linearly between validations.
 
     Args:
       points: the run's validations, at least one, in order.
@@ -300,15 +256,7 @@ def _open_both(run_a: Path, run_b: Path) -> list[_Opened]:
     depth = 1
     while paths[0].parts[-depth:] == paths[1].parts[-depth:]:
         depth += 1
-    opened, problems = [], []
-    for path in paths:
-        try:
-            opened.append(_open(path, "/".join(path.parts[-depth:])))
-        except UserError as e:
-            problems.append(str(e))
-    if problems:
-        raise UserError("\n".join(problems))
-    return opened
+    return [_open(path, "/".join(path.parts[-depth:])) for path in paths]
 
 
 def _open(path: Path, name: str) -> _Opened:
@@ -334,60 +282,118 @@ def _check_comparable(a: _Opened, b: _Opened) -> None:
     for o in (a, b):
         steps, validations = o.config.train.steps, o.rows["validation"]
         if o.checkpoint < steps:
-            problems.append(f"{o.name} is not finished: its newest checkpoint is of step {o.checkpoint} of {steps}")
+            problems.append(
+                f"{o.name} is not finished: its checkpoints end at step {o.checkpoint} of {steps}"
+            )
         elif not validations or validations[-1]["step"] != steps:
             problems.append(f"{o.name} has no validation of step {steps}, its last, in metrics.jsonl")
-    for key, what in (("corpus_fingerprint", "documents, or their split,"), ("tokenizer_sha256", "tokenizers")):
+    different = {"corpus_fingerprint": "documents, or their split,", "tokenizer_sha256": "tokenizers"}
+    for key, what in different.items():
         x, y = (str(o.details.get(key)) for o in (a, b))
         if x != y:
             problems.append(f"the {what} differ: {key} is {x[:12]} in {a.name}, {y[:12]} in {b.name}")
-    fields = [*SAME, "evaluation.batches"]
+    fields = [*_SAME, "evaluation.batches"]
     if a.config.evaluation.batches is not None:  # else every held-out token counts once, in whatever batches
         fields.append("evaluation.batch_size")
-    left, right = flatten(a.config), flatten(b.config)
-    problems += [f"{f} is {left[f]} in {a.name}, {right[f]} in {b.name}" for f in fields if left[f] != right[f]]
+    values = {f: (flatten(a.config)[f], flatten(b.config)[f]) for f in fields}
+    problems += [f"{f} is {x} in {a.name}, {y} in {b.name}" for f, (x, y) in values.items() if x != y]
     if problems:
-        raise UserError(
-            f"{a.name} and {b.name} cannot be compared:\n  " + "\n  ".join(problems) + "\n"
-            "compare two finished runs with the same documents, tokenizer, batches and steps"
-        )
-
-
-def _copy_head(config: Config) -> dict[str, Any] | None:
-    head = config.model.copy_head
-    return None if head is None else dataclasses.asdict(head)
+        problems.append("compare two finished runs with the same documents, tokenizer, batches and steps")
+        raise UserError("\n  ".join([f"{a.name} and {b.name} cannot be compared:", *problems]))
 
 
 def _differences(reference: Config, candidate: Config) -> tuple[Difference, ...]:
-    heads, prefix = [_copy_head(c) for c in (reference, candidate)], "model.copy_head"
-    one_head = None in heads and heads != [None, None]
-    changed = differences(reference, candidate, ["run_dir", *([prefix] if one_head else [])])
-    free = changed.keys() - differences(reference, candidate, FREE_TO_CHANGE).keys()
-    found = [Difference(field, *values, field not in free) for field, values in changed.items()]
+    heads = [to_dict(c)["model"]["copy_head"] for c in (reference, candidate)]
+    one_head = heads.count(None) == 1
+    changed = differences(reference, candidate, ["run_dir", *(["model.copy_head"] if one_head else [])])
+    may_change = differences(reference, candidate, FREE_TO_CHANGE)
+    found = [Difference(field, *values, field in may_change) for field, values in changed.items()]
     if one_head:
-        found.append(Difference(prefix, heads[0], heads[1], True))
+        found.append(Difference("model.copy_head", heads[0], heads[1], True))
     return tuple(sorted(found, key=lambda d: (not d.may_change_result, d.field)))
 
 
 def _figures(o: _Opened, result: dict[str, Any]) -> RunFigures:
     measured = {**result["copying"], **result["validation"]}
-    timed = {
-        key: float(np.median(values)) if (values := [r[key] for r in o.rows["train"] if key in r]) else None
-        for key in ("step_seconds", "tokens_per_second")
-    }
-    known = {**o.details, **o.details.get("memory_per_device", {}), **timed}
-    fields = [f.name for f in dataclasses.fields(Point)]
-    points = {
-        split: tuple(Point(**{f: row[f] for f in fields if f in row}) for row in o.rows[split])
-        for split in ("train", "validation")
-    }
+    names = [f.name for f in dataclasses.fields(Point)]
+
+    def curve(split: str) -> tuple[Point, ...]:
+        return tuple(Point(**{name: row[name] for name in names if name in row}) for row in o.rows[split])
+
+    def median(name: str) -> float | None:
+        values = [row[name] for row in o.rows["train"] if name in row]
+        return float(np.median(values)) if values else None
+
     return RunFigures(
         name=o.name,
         path=str(o.run.path),
-        copy_head=_copy_head(o.config),
-        tokens=points["validation"][-1].tokens,
-        metrics={m: measured.get(m) for m in METRICS},
-        calibration=tuple(measured.get("calibration", ())),
-        cost=Cost(**{f.name: known.get(f.name) for f in dataclasses.fields(Cost)}),
-        **points,
+        config=to_dict(o.config),
+        details=o.details,
+        tokens=o.rows["validation"][-1]["tokens"],
+        step_seconds=median("step_seconds"),
+        tokens_per_second=median("tokens_per_second"),
+        calibration=tuple(measured.pop("calibration", ())),
+        metrics=measured,
+        train=curve("train"),
+        validation=curve("validation"),
     )
+
+
+def _held_out(config: Config, corpus: Corpus) -> tuple[int, list[_Passage]]:
+    """Count the documents validation reads and pick the excerpts, without looking at a model.
+
+    The rows are cut into equal stretches. Each gives the first document part that is of a document
+    not shown yet and whose tokens are to :data:`COPYABLE_SHARE` repeated; failing that, the nearest.
+    """
+    rows = PackedRows(corpus.validation, corpus.tokenizer, config.data.sequence_length, None, "held-out")
+    used, limit = rows.rows_per_epoch, config.evaluation.batches
+    if limit is not None:
+        used = min(used, limit * config.evaluation.batch_size)
+    lengths = np.diff(corpus.validation.offsets) + 2  # BOS and EOS
+    starts = np.cumsum(lengths) - lengths
+    chosen: list[_Passage] = []
+    for stretch in np.array_split(np.arange(used), EXCERPTS):
+        shown = {p.document for p in chosen}
+        ranked = [
+            (len(p.in_context) < SHORTEST_EXCERPT, p.document in shown, -min(p.copyable, COPYABLE_SHARE), p)
+            for number in stretch[:ROWS_LOOKED_AT]
+            for p in _parts(rows, int(number), starts)
+        ]
+        chosen += [best[-1] for best in sorted(ranked, key=lambda entry: entry[:-1])[:1]]
+    return int(np.sum(starts < used * rows.sequence_length)), chosen
+
+
+def _parts(rows: PackedRows, number: int, starts: np.ndarray) -> Iterator[_Passage]:
+    row = rows.row(number)
+    for segment in np.flatnonzero(np.bincount(row["segment_ids"])[1:] > 1) + 1:  # those with a target
+        where = np.flatnonzero(row["segment_ids"] == segment)
+        place = number * rows.sequence_length + int(where[0])
+        document = int(np.searchsorted(starts, place, side="right")) - 1
+        part = {name: values[where[:EXCERPT_TOKENS]] for name, values in row.items()}
+        _, first, inverse = np.unique(part["tokens"], return_index=True, return_inverse=True)
+        # Control tokens only open and close a document, so they never repeat within it.
+        in_context = first[inverse] < np.arange(len(inverse))
+        yield _Passage(
+            document, place - int(starts[document]), part, in_context, float(in_context[1:].mean())
+        )
+
+
+def _read(model: LoadedModel, passages: list[_Passage]) -> list[Reading]:
+    longest = max((len(p.in_context) for p in passages), default=0)
+    columns: dict[str, Any] = {
+        name: np.stack([np.pad(p.row[name], (0, longest - len(p.in_context))) for p in passages])
+        for name in Batch._fields
+    }
+    with jax.set_mesh(model.mesh):
+        report_of = jax.jit(functools.partial(token_report, model.definition))
+        report = jax.device_get(report_of(model.params, Batch(**columns)))
+    figures: dict[str, Any] = {
+        "probability": np.exp(report.log_prob),
+        "gate": report.gate,
+        "responsibility": report.responsibility,
+        "source": np.where(report.source < 0, None, report.source),
+    }
+    return [  # position t is about token t + 1
+        Reading(**{name: (None, *x[i, : len(p.in_context) - 1].tolist()) for name, x in figures.items()})
+        for i, p in enumerate(passages)
+    ]

@@ -132,7 +132,7 @@ class Trainer:
         parameter_shardings = shardings(definition.logical_axes, mesh)
         self.state_shardings = TrainState(
             params=parameter_shardings,
-            optimizer=optax.tree_utils.tree_map_params(
+            optimizer=optax.tree.map_params(
                 self._optimizer,
                 lambda _, sharding: sharding,
                 abstract.optimizer,
@@ -169,7 +169,7 @@ class Trainer:
         metrics = StepMetrics(
             loss=means.loss,
             gate=means.gate,
-            gradient_norm=optax.global_norm(gradients),
+            gradient_norm=optax.tree.norm(gradients),
             learning_rate=jnp.asarray(self._schedule(state.step), jnp.float32),
             tokens=tokens,
         )

@@ -1,0 +1,127 @@
+"""Sources, the held-out split, tokenizers and the cache."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cplm_jax.config import DataConfig
+from cplm_jax.data.corpus import load_corpus
+from cplm_jax.data.sources import PYTHON_STDLIB, is_held_out, list_files, read_documents
+from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
+from tests.tiny import write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus_folder(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(corpus_folder):
+    return train_tokenizer((p.read_text() for p in sorted(corpus_folder.iterdir())), 320, 10**6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_tokenizer_reproduces_any_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode_bytes(ids) == text.encode()
+    assert tokenizer.byte_lengths(400)[ids].sum() == len(text.encode())
+    assert not set(ids) & set(tokenizer.control_ids)
+
+
+@pytest.mark.parametrize("text", ["a\u2581b", "\u2581\u2581", "  x \t\r\n\n  y", "\0", "\u2028\ufeff", "日本語 🙂", " "])
+def test_tokenizer_reproduces_awkward_text(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_training_a_tokenizer_twice_gives_the_same(corpus_folder, tokenizer):
+    again = train_tokenizer((p.read_text() for p in sorted(corpus_folder.iterdir())), 320, 10**6)
+    assert again.sha256 == tokenizer.sha256
+
+
+def test_partial_characters_decode_to_the_replacement_character(tokenizer):
+    ids = tokenizer.encode("é")
+    assert tokenizer.decode(ids[:-1]) == "\ufffd" or len(ids) == 1
+
+
+def settings_for(folder, tmp_path, **more):
+    return DataConfig(
+        paths=str(folder), tokenizer_vocabulary_size=320, cache_dir=str(tmp_path / "cache"), **more
+    )
+
+
+def test_split_is_by_identifier_alone(corpus_folder, tmp_path):
+    corpus = load_corpus(settings_for(corpus_folder, tmp_path, validation_fraction=0.3))
+    names = sorted(p.name for p in corpus_folder.iterdir())
+    assert corpus.validation.ids == [n for n in names if is_held_out(n, 0.3)]
+    assert corpus.train.ids == [n for n in names if not is_held_out(n, 0.3)]
+    assert corpus.validation.ids
+
+
+def test_stored_tokens_are_the_documents(corpus_folder, tmp_path):
+    corpus = load_corpus(settings_for(corpus_folder, tmp_path))
+    for store in (corpus.train, corpus.validation):
+        for i, name in enumerate(store.ids):
+            text = (corpus_folder / name).read_text()
+            tokens = store.tokens[store.offsets[i] : store.offsets[i + 1]]
+            assert corpus.tokenizer.decode(tokens.tolist()) == text
+        assert store.bytes == sum((corpus_folder / name).stat().st_size for name in store.ids)
+
+
+def test_jsonl_and_text_files_give_the_same_corpus(corpus_folder, tmp_path):
+    lines = tmp_path / "all.jsonl"
+    records = [{"path": p.name, "body": p.read_text()} for p in sorted(corpus_folder.iterdir())]
+    lines.write_text("\n\n".join(map(json.dumps, records)) + "\n")
+    config = settings_for(lines, tmp_path, text_field="body", id_field="path")
+    assert load_corpus(config).fingerprint == load_corpus(settings_for(corpus_folder, tmp_path)).fingerprint
+
+
+def test_cache_is_found_again_and_by_content(corpus_folder, tmp_path):
+    config = settings_for(corpus_folder, tmp_path)
+    messages = []
+    first = load_corpus(config, messages.append)
+    assert messages
+    messages.clear()
+    second = load_corpus(config, messages.append)
+    assert not messages
+    np.testing.assert_array_equal(first.train.tokens, second.train.tokens)
+    copy = write_corpus(tmp_path / "copy")
+    assert load_corpus(settings_for(copy, tmp_path), messages.append).fingerprint == first.fingerprint
+    assert not messages
+    (copy / "000.txt").write_text("something else")
+    assert load_corpus(settings_for(copy, tmp_path), messages.append).fingerprint != first.fingerprint
+    assert messages
+    leftovers = [p for p in (tmp_path / "cache").rglob("*") if "." in p.name and p.suffix not in (".bin", ".npy", ".json", ".model")]
+    assert not leftovers
+
+
+def test_tokenizer_given_as_a_file_is_used(corpus_folder, tmp_path, tokenizer):
+    (tmp_path / "t.model").write_bytes(tokenizer.proto)
+    corpus = load_corpus(settings_for(corpus_folder, tmp_path, tokenizer=str(tmp_path / "t.model")))
+    assert corpus.tokenizer.sha256 == Tokenizer.load(tmp_path / "t.model").sha256
+
+
+def test_folders_globs_and_files_name_documents_alike_wherever_they_lie(tmp_path):
+    for place in ("one", "two"):
+        (tmp_path / place / "sub").mkdir(parents=True)
+        (tmp_path / place / "a.txt").write_text("a")
+        (tmp_path / place / "sub" / "b.txt").write_text("b")
+        (tmp_path / place / ".hidden").write_text("h")
+    found = [[f.name for f in list_files([str(tmp_path / p)], "data.paths")] for p in ("one", "two")]
+    assert found == [["a.txt", "sub/b.txt"]] * 2
+    assert [f.name for f in list_files([str(tmp_path / "one/**/*.txt")], "data.paths")] == ["a.txt", "sub/b.txt"]
+
+
+def test_standard_library_is_a_corpus_without_tests():
+    files = list_files([PYTHON_STDLIB], "data.paths")
+    names = [f.name for f in files]
+    assert "argparse.py" in names
+    assert "asyncio/events.py" in names
+    assert not {"test", "tests", "idle_test", "site-packages"} & {part for n in names for part in n.split("/")}
+    documents = list(read_documents(files[:50], DataConfig()))
+    assert len(documents) > 30
