@@ -7,10 +7,15 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from cplm_jax.config_loading import help_text, load_config, to_yaml
 from cplm_jax.errors import MACHINE_ERROR_STATUS, USER_ERROR_STATUS, MachineError, UserError, nearest
+
+if TYPE_CHECKING:
+    from cplm_jax.training.loop import Result
+
+_QUICKSTART = "configs/quickstart.yaml"
 
 
 def train_command(arguments: Sequence[str]) -> int:
@@ -20,7 +25,8 @@ def train_command(arguments: Sequence[str]) -> int:
         print(
             "usage: train.py --config FILE [--config FILE ...] [--section.field value ...]\n\n"
             "Trains a language model, or goes on with the run in --run_dir.\n\n"
-            "  --config FILE\n      YAML configuration; later files override earlier ones, flags override files.\n"
+            "  --config FILE\n"
+            "      YAML configuration; later files override earlier ones, flags override files.\n"
             "  --print_config\n      Prints the resolved configuration and exits.\n" + help_text()
         )
         return 0
@@ -33,10 +39,38 @@ def train_command(arguments: Sequence[str]) -> int:
 
     result = train(config)
     if result.outcome is Outcome.STOPPED:
-        return 128 + (result.signal or signal.SIGTERM)
+        return _status_of_stopped(result)
     if result.outcome is Outcome.ALREADY_FINISHED:
         print(f"{config.run_dir} is complete at step {result.step}; nothing left to train", file=sys.stderr)
     print(config.run_dir)
+    return 0
+
+
+def _status_of_stopped(result: "Result") -> int:
+    return 128 + (result.signal or signal.SIGTERM)
+
+
+def quickstart_command(arguments: Sequence[str]) -> int:
+    """Runs ``cplm quickstart``: a baseline, a CPLM and their report."""
+    words = list(arguments)
+    if "--help" in words or "-h" in words:
+        print(
+            "usage: cplm quickstart [--config FILE ...] [--section.field value ...]\n\n"
+            "Trains a baseline and a CPLM on the same batches and writes a report that compares them.\n"
+            f"The configuration is {_QUICKSTART}, then what --config and flags change (cplm train --help\n"
+            "lists every field). Running it again goes on, or just reports."
+        )
+        return 0
+    if not os.path.exists(_QUICKSTART):
+        raise UserError(f"{_QUICKSTART} is not here; run cplm quickstart in a checkout of cplm_jax")
+    config = load_config([_QUICKSTART], words)
+    from cplm_jax.quickstart import quickstart
+    from cplm_jax.training.loop import Result
+
+    outcome = quickstart(config)
+    if isinstance(outcome, Result):
+        return _status_of_stopped(outcome)
+    print(outcome)
     return 0
 
 
@@ -62,8 +96,12 @@ class _Parser(argparse.ArgumentParser):
 def eval_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm eval``: measures a trained model on its held-out text."""
     parser = _Parser("eval", "Measures a trained model on the held-out text of its run.")
-    parser.add_argument("--checkpoint", required=True, metavar="RUN_OR_EXPORT", help="run directory or export")
-    parser.add_argument("--suites", default="validation,copying", help="comma-separated (default: %(default)s)")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
+    )
+    parser.add_argument(
+        "--suites", default="validation,copying", help="comma-separated (default: %(default)s)"
+    )
     parser.add_argument("--output", metavar="FILE.json", help="also write the figures as JSON")
     options = parser.parse(arguments)
     from cplm_jax.evaluation.suites import check_suites, evaluate, table
@@ -82,14 +120,22 @@ def eval_command(arguments: Sequence[str]) -> int:
 def generate_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm generate``: continues a prompt."""
     parser = _Parser("generate", "Continues a prompt, and prints prompt and continuation.")
-    parser.add_argument("--checkpoint", required=True, metavar="RUN_OR_EXPORT", help="run directory or export")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input")
-    parser.add_argument("--max_tokens", type=int, default=100, help="tokens to generate at most (default: %(default)s)")
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
+    )
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input"
+    )
+    parser.add_argument(
+        "--max_tokens", type=int, default=100, help="tokens to generate at most (default: %(default)s)"
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: %(default)s)"
     )
     parser.add_argument("--top_k", type=int, help="sample among this many likeliest tokens")
-    parser.add_argument("--top_p", type=float, help="sample among the likeliest tokens of this total probability")
+    parser.add_argument(
+        "--top_p", type=float, help="sample among the likeliest tokens of this total probability"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
     options = parser.parse(arguments)
     from cplm_jax.generation import check_arguments, generate
@@ -141,6 +187,7 @@ def write_output_file(path: str, text: str) -> None:
 
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train_command, "train a model, or go on with a run"),
+    "quickstart": (quickstart_command, "train a CPLM and its baseline, and compare them"),
     "eval": (eval_command, "measure a trained model on its held-out text"),
     "generate": (generate_command, "continue a prompt"),
     "export": (export_command, "write a model without its training state"),

@@ -60,8 +60,7 @@ def fields(section: Any = Config, prefix: str = "") -> Iterator[FieldInfo]:
         path = prefix + f.name
         hint = hints[f.name]
         inner = _section(hint)
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # type: ignore[misc]
-        default = getattr(default, "default", default) if not dataclasses.is_dataclass(default) else default
+        default = described[f.name].get_default(call_default_factory=True)
         description = " ".join((described[f.name].description or "").split())
         if inner is None or _allows_none(hint):
             yield FieldInfo(path, hint, default, description)
@@ -210,10 +209,8 @@ def parse_flags(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], di
         if name not in FIELDS:
             if name in _SECTIONS:
                 raise UserError(f"{flag} is a section; set its fields, as in --{_first_field(name)} VALUE")
-            raise UserError(
-                f"unknown option {flag!r}{nearest(flag, ['--' + key for key in [*FIELDS, 'config', 'help', 'print_config']])}"
-                " (--help lists every option)"
-            )
+            options = ["--" + key for key in [*FIELDS, "config", "help", "print_config"]]
+            raise UserError(f"unknown option {flag!r}{nearest(flag, options)} (--help lists every option)")
         if not values:
             raise UserError(f"{flag} needs a value ({type_name(FIELDS[name].type)})")
         if _section(FIELDS[name].type) is not None and values not in (["null"], ["none"], ["None"], ["~"]):
@@ -309,11 +306,13 @@ def check_combinations(config: Config) -> None:
         raise UserError(f"only one mesh axis may be -1 (all remaining devices), got {sizes}")
     if not data.validation_paths and data.validation_fraction == 0:
         raise UserError(
-            "nothing is held out for validation: set data.validation_paths, or data.validation_fraction above 0"
+            "nothing is held out for validation: set data.validation_paths, or "
+            "data.validation_fraction above 0"
         )
     if config.optimizer.warmup_steps >= train.steps:
         raise UserError(
-            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} must be below train.steps = {train.steps}"
+            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} must be below "
+            f"train.steps = {train.steps}"
         )
 
 

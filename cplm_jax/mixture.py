@@ -23,6 +23,7 @@ length, C copy width, V vocabulary.
 
 from typing import Literal, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -59,6 +60,7 @@ class TargetTerms(NamedTuple):
 
 def copy_scores(pointer: Pointer) -> Float[Array, "batch length candidates"]:
     """Returns ``e_tj = q_t . k_j / sqrt(C)`` for every pair of positions, in float32."""
+    chex.assert_equal_shape([pointer.query, pointer.key])
     scores = jnp.einsum("btc,bjc->btj", pointer.query, pointer.key, preferred_element_type=jnp.float32)
     return scores / jnp.sqrt(jnp.float32(pointer.query.shape[-1]))
 
@@ -172,9 +174,7 @@ def _terms(
     scores = scores - peak[..., None]
     log_total = jnp.where(some_valid, masked_logsumexp(scores, valid), 0.0)
     lm_peak, lm_rest = _lm_total(logits)
-    g = gate_logit(
-        gate, pointer.gate_term.astype(jnp.float32), LogTotals(peak, log_total, lm_peak, lm_rest)
-    )
+    g = gate_logit(gate, pointer.gate_term.astype(jnp.float32), LogTotals(peak, log_total, lm_peak, lm_rest))
     return _Terms(scores, valid, some_valid, log_total, g, (logits - lm_peak[..., None]) - lm_rest[..., None])
 
 
@@ -219,6 +219,8 @@ def target_terms(
       pointer: what the copy head says; ``None`` for a baseline.
       gate: the gate's kind.
     """
+    chex.assert_equal_shape([targets, tokens, segment_ids])
+    chex.assert_shape(logits, (*targets.shape, None))
     logits = logits.astype(jnp.float32)
     if pointer is None:
         log_lm = _pick(_log_softmax(logits), targets)
@@ -228,12 +230,8 @@ def target_terms(
     some_match = jnp.any(matches, axis=-1)
     log_copy = jnp.where(some_match, masked_logsumexp(terms.scores, matches) - terms.log_total, LOWEST)
     log_prob = mix(_pick(terms.log_lm, targets), log_copy, terms.gate, terms.some_valid)
-    responsibility = jnp.where(
-        some_match, jnp.exp(jax.nn.log_sigmoid(terms.gate) + log_copy - log_prob), 0.0
-    )
-    return TargetTerms(
-        log_prob, jnp.where(terms.some_valid, jax.nn.sigmoid(terms.gate), 0.0), responsibility
-    )
+    responsibility = jnp.where(some_match, jnp.exp(jax.nn.log_sigmoid(terms.gate) + log_copy - log_prob), 0.0)
+    return TargetTerms(log_prob, jnp.where(terms.some_valid, jax.nn.sigmoid(terms.gate), 0.0), responsibility)
 
 
 def segment_logsumexp(
@@ -267,6 +265,8 @@ def log_distribution(
     Arguments are those of :func:`target_terms`. Holds several arrays of (batch, length,
     vocabulary); meant for evaluation, generation and distillation.
     """
+    chex.assert_equal_shape([tokens, segment_ids])
+    chex.assert_shape(logits, (*tokens.shape, None))
     logits = logits.astype(jnp.float32)
     if pointer is None:
         return _log_softmax(logits)

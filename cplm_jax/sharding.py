@@ -88,11 +88,10 @@ def make_mesh(config: MeshConfig) -> Mesh:
     size = int(np.prod(shape))
     if size != jax.device_count() and jax.process_count() > 1:
         raise UserError(
-            f"the mesh uses {size} of {jax.device_count()} devices, but with several processes it must use all"
+            f"the mesh uses {size} of {jax.device_count()} devices, but with several processes it must "
+            "use all"
         )
-    return jax.make_mesh(
-        shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.devices()[:size]
-    )
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.devices()[:size])
 
 
 def check_divisible(logical_axes: Any, shapes: Any, mesh: Mesh, config: Config) -> None:
@@ -101,6 +100,8 @@ def check_divisible(logical_axes: Any, shapes: Any, mesh: Mesh, config: Config) 
     Args:
       logical_axes: nested dict of tuples of logical axis names.
       shapes: nested dict, the same keys, of arrays or ``jax.ShapeDtypeStruct``.
+      mesh: the mesh.
+      config: the configuration, for the sizes of batches.
 
     Raises:
       UserError: naming the configuration field and the mesh axis.

@@ -22,8 +22,10 @@ def mixture(case, gate):
     root = np.sqrt(query.shape[-1])
     log_p = np.zeros_like(logits)
     responsibility = np.zeros((batch, length))
-    grads = {n: np.zeros_like(v) for n, v in
-             (("logits", logits), ("query", query), ("key", key), ("gate_term", term))}
+    grads = {
+        n: np.zeros_like(v)
+        for n, v in (("logits", logits), ("query", query), ("key", key), ("gate_term", term))
+    }
     for b in range(batch):
         for t in range(length):
             w, y, z = case["weights"][b, t], targets[b, t], logits[b, t]

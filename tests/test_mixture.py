@@ -88,7 +88,9 @@ def check_case(case, gate):
         assert_close(actual, expected, f"{path} path")
         for name in DIFFERENTIABLE:
             size = max(1.0, np.abs(gradients[name]).max())
-            assert_close(actual_gradients[name] / size, gradients[name] / size, f"{path} path, gradient of {name}")
+            assert_close(
+                actual_gradients[name] / size, gradients[name] / size, f"{path} path, gradient of {name}"
+            )
     actual, terms = full_distribution(case, gate)
     assert_close(actual, log_p, "distribution")
     assert_close(terms.responsibility, responsibility, "responsibility")
@@ -114,8 +116,14 @@ def test_both_paths_equal_the_reference(seed, gate, **kinds):
 def test_target_that_never_occurs_and_target_that_always_occurs(gate):
     case = make_case(0, (2, 7, 5), 1.0, 1.0, 1.0, "one", 1.0)
     for tokens, targets in ((0, 4), (4, 4)):
-        check_case({**case, "tokens": np.full_like(case["tokens"], tokens),
-                    "targets": np.full_like(case["targets"], targets)}, gate)
+        check_case(
+            {
+                **case,
+                "tokens": np.full_like(case["tokens"], tokens),
+                "targets": np.full_like(case["targets"], targets),
+            },
+            gate,
+        )
 
 
 @pytest.mark.parametrize("gate_value", [-1e9, -100.0, 100.0, 1e9])
@@ -129,7 +137,9 @@ def test_saturated_learned_gate(gate_value):
 def test_without_candidates_the_result_is_exactly_the_lm_head(gate):
     case = make_case(2, (2, 7, 5), 1.0, 1.0, 1.0, "several", 0.0)
     log_p, terms = full_distribution(case, gate)
-    baseline = mixture.log_distribution(jnp.asarray(case["logits"]), case["tokens"], case["segment_ids"], None)
+    baseline = mixture.log_distribution(
+        jnp.asarray(case["logits"]), case["tokens"], case["segment_ids"], None
+    )
     chex.assert_trees_all_equal(log_p, jax.jit(lambda: baseline)())
     assert not np.asarray(terms.gate).any()
     assert not np.asarray(terms.responsibility).any()
@@ -152,7 +162,9 @@ def test_control_tokens_other_documents_and_the_future_are_never_copied():
 def test_occurs_in_context_matches_a_search():
     case = make_case(4, (3, 5, 9), 1.0, 1.0, 1.0, "padded", 0.5)
     found = np.asarray(
-        mixture.occurs_in_context(*(jnp.asarray(case[n]) for n in ("tokens", "segment_ids", "candidate", "targets")))
+        mixture.occurs_in_context(
+            *(jnp.asarray(case[n]) for n in ("tokens", "segment_ids", "candidate", "targets"))
+        )
     )
     for b, t in np.ndindex(found.shape):
         document = [j for j in range(t + 1) if case["segment_ids"][b, j] == case["segment_ids"][b, t]]
@@ -168,12 +180,16 @@ def test_training_loss_holds_no_copy_distribution_over_the_vocabulary():
         case = make_case(5, (2, 7, vocabulary), 1.0, 1.0, 1.0, "one", 1.0)
 
         def loss(logits, pointer):
-            terms = mixture.target_terms(logits, case["targets"], case["tokens"], case["segment_ids"], pointer)
+            terms = mixture.target_terms(
+                logits, case["targets"], case["tokens"], case["segment_ids"], pointer
+            )
             return jnp.sum(terms.log_prob)
 
         text = jax.jit(jax.grad(loss, argnums=0)).lower(case["logits"], pointer).as_text()
         assert "scatter" not in text
-        return {line.split("tensor<")[-1].split(">")[0] for line in text.splitlines() if str(vocabulary) in line}
+        return {
+            line.split("tensor<")[-1].split(">")[0] for line in text.splitlines() if str(vocabulary) in line
+        }
 
     case = make_case(5, (2, 7, vocabulary), 1.0, 1.0, 1.0, "one", 1.0)
     shapes = arrays_of_vocabulary_size(pointer_of(case, case))

@@ -18,7 +18,8 @@ def write_corpus(folder: Path, documents: int = 40, seed: int = 0) -> Path:
     for number in range(documents):
         names = [f"{rng.choice(_WORDS)}_{rng.choice('abcdefgh')}{rng.randrange(100)}" for _ in range(4)]
         lines = [
-            "    " * rng.randrange(3) + " ".join(rng.choice(names + _WORDS) for _ in range(rng.randrange(1, 9)))
+            "    " * rng.randrange(3)
+            + " ".join(rng.choice(names + _WORDS) for _ in range(rng.randrange(1, 9)))
             for _ in range(rng.randrange(5, 60))
         ]
         (folder / f"{number:03}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

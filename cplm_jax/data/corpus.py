@@ -57,7 +57,7 @@ class Corpus:
     fingerprint: str
 
 
-def load_corpus(config: DataConfig, report: Callable[[str], None] = lambda message: None) -> Corpus:
+def load_corpus(config: DataConfig, report: Callable[[str], None] = lambda _: None) -> Corpus:
     """Reads, splits and tokenises the documents of a configuration, or finds them in the cache.
 
     Args:
@@ -74,7 +74,9 @@ def load_corpus(config: DataConfig, report: Callable[[str], None] = lambda messa
     )
     both = {f.path.resolve() for f in files} & {f.path.resolve() for f in held_out_files or ()}
     if both:
-        raise UserError(f"{min(both)} is in data.paths and in data.validation_paths; held-out text must not train")
+        raise UserError(
+            f"{min(both)} is in data.paths and in data.validation_paths; held-out text must not train"
+        )
 
     def side(validation: bool) -> Iterator[Document]:
         return _split(files, held_out_files, config, validation)
@@ -84,7 +86,9 @@ def load_corpus(config: DataConfig, report: Callable[[str], None] = lambda messa
     if config.tokenizer is not None:
         tokenizer = Tokenizer.load(config.tokenizer)
     else:
-        tokenizer = _cached_tokenizer(cache, fingerprint, config, lambda: (d.text for d in side(False)), report)
+        tokenizer = _cached_tokenizer(
+            cache, fingerprint, config, lambda: (d.text for d in side(False)), report
+        )
     key = _digest([_FORMAT, fingerprint, tokenizer.sha256])
     folder = _made_once(
         cache / "tokens" / key, lambda target: _tokenise(target, side, tokenizer, report), "data.cache_dir"
@@ -194,10 +198,9 @@ def _open(folder: Path) -> TokenStore:
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         offsets = np.load(folder / "offsets.npy")
-        if offsets[-1]:
+        tokens: np.ndarray = np.zeros(0, meta["dtype"])
+        if offsets[-1]:  # an empty file cannot be mapped
             tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
-        else:
-            tokens = np.zeros(0, meta["dtype"])
         if len(tokens) != offsets[-1] or len(meta["ids"]) != len(offsets) - 1:
             raise ValueError("lengths do not agree")
     except (OSError, ValueError, KeyError) as e:

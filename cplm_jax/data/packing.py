@@ -124,4 +124,3 @@ class PackedRows:
 def _row_seed(seed: int, epoch: int) -> int:
     # index_shuffle takes 32 bits; a counter-based generator spreads (seed, epoch) over them.
     return int(np.random.Philox(key=[seed, epoch]).random_raw() >> 32)
-

@@ -1,5 +1,6 @@
 """Grain pipelines: global batches for training and validation, placed on a mesh."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class Batch(NamedTuple):
     """Whether the target belongs to the same document and counts."""
 
 
-class _LocalRows(grain.sources.RandomAccessDataSource):  # type: ignore[misc]
+class _LocalRows(grain.sources.RandomAccessDataSource):
     """The rows of a stream of global batches that this process holds, in order.
 
     Args:
@@ -45,7 +46,7 @@ class _LocalRows(grain.sources.RandomAccessDataSource):  # type: ignore[misc]
     def __len__(self) -> int:
         return self._total // self._part_rows * len(self._columns)
 
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Row:
         part, column = divmod(int(index), len(self._columns))
         return self._rows.row(part * self._part_rows + self._columns[column])
 
@@ -53,8 +54,9 @@ class _LocalRows(grain.sources.RandomAccessDataSource):  # type: ignore[misc]
 def local_columns(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[int]:
     """Returns which rows (second axis of ``shape``) the devices of this process hold, ascending."""
     held: set[int] = set()
-    for _, rows, _ in sharding.addressable_devices_indices_map(shape).values():
-        held.update(range(*rows.indices(shape[1])))
+    for index in sharding.addressable_devices_indices_map(shape).values():
+        assert index is not None
+        held.update(range(*index[1].indices(shape[1])))
     return sorted(held)
 
 
@@ -82,7 +84,7 @@ class TrainingBatches:
         self._columns = local_columns(self.sharding, self._shape)
         source = _LocalRows(rows, self._columns, part_rows, steps * batch_size)
         options = grain.ReadOptions(num_threads=min(prefetch, 2), prefetch_buffer_size=prefetch)
-        dataset = grain.MapDataset.source(source).batch(accumulation * len(self._columns))
+        dataset: Any = grain.MapDataset.source(source).batch(accumulation * len(self._columns))
         self._iterator = iter(dataset.to_iter_dataset(options))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -97,7 +99,7 @@ class TrainingBatches:
         parts = local.reshape(accumulation, len(self._columns), length)
         first = {column: i for i, column in enumerate(self._columns)}
 
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
+        def piece(index: Any) -> np.ndarray:
             start, stop, _ = index[1].indices(self._shape[1])
             return parts[index[0], first[start] : first[start] + stop - start, index[2]]
 
@@ -112,9 +114,7 @@ class TrainingBatches:
         self._iterator.set_state(state)
 
 
-def validation_batches(
-    rows: PackedRows, batch_size: int, limit: int | None, mesh: Mesh
-) -> Iterator[Batch]:
+def validation_batches(rows: PackedRows, batch_size: int, limit: int | None, mesh: Mesh) -> Iterator[Batch]:
     """Yields every row once, in order, the last batch filled with padding.
 
     Args:
@@ -128,15 +128,17 @@ def validation_batches(
     count = -(-rows.rows_per_epoch // batch_size)
     filler = rows.empty()
     for number in range(count if limit is None else min(limit, count)):
+        first = number * batch_size
 
-        def piece(index: tuple[slice, ...], name: str, number: int = number) -> np.ndarray:
-            start, stop, _ = index[0].indices(batch_size)
-            held = [number * batch_size + r for r in range(start, stop)]
-            return np.stack([(rows.row(r) if r < rows.rows_per_epoch else filler)[name] for r in held])[:, index[1]]
+        @functools.cache  # each array of the batch asks for the same rows
+        def row(i: int, first: int = first) -> Row:
+            return rows.row(first + i) if first + i < rows.rows_per_epoch else filler
 
-        yield Batch(
-            **{
-                name: jax.make_array_from_callback(shape, sharding, lambda index, name=name: piece(index, name))
-                for name in Batch._fields
-            }
-        )
+        def place(name: str, row: Any = row) -> jax.Array:
+            def piece(index: Any) -> np.ndarray:
+                here = range(batch_size)[index[0]]
+                return np.stack([row(i)[name] for i in here])[:, index[1]]
+
+            return jax.make_array_from_callback(shape, sharding, piece)
+
+        yield Batch(*map(place, Batch._fields))

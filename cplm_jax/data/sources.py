@@ -86,7 +86,7 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
                 if glob.has_magic(part):
                     break
                 literal.append(part)
-            base = Path(*literal) if literal else Path(".")
+            base = Path(*literal) if literal else Path()
             matches = [
                 (Path(m), os.path.relpath(m, base).replace(os.sep, "/"))
                 for m in glob.glob(str(root), recursive=True)
@@ -128,7 +128,8 @@ def _decode(data: bytes, where: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as e:
         raise UserError(
-            f"{where}: byte {e.start} is not valid UTF-8 ({e.reason}); convert the file to UTF-8 or leave it out"
+            f"{where}: byte {e.start} is not valid UTF-8 ({e.reason}); convert the file to UTF-8 or leave "
+            "it out"
         ) from e
 
 
@@ -153,10 +154,13 @@ def _parse_record(line: bytes, where: str, default_id: str, config: DataConfig) 
     def text_of(field: str, setting: str) -> str:
         if field not in record:
             raise UserError(
-                f"{where}: no field {field!r} ({setting}); the record has {', '.join(map(repr, record)) or 'none'}"
+                f"{where}: no field {field!r} ({setting}); "
+                f"the record has {', '.join(map(repr, record)) or 'none'}"
             )
         if not isinstance(record[field], str):
-            raise UserError(f"{where}: field {field!r} ({setting}) is {type(record[field]).__name__}, not text")
+            raise UserError(
+                f"{where}: field {field!r} ({setting}) is {type(record[field]).__name__}, not text"
+            )
         return record[field]
 
     text = text_of(config.text_field, "data.text_field")
@@ -164,7 +168,9 @@ def _parse_record(line: bytes, where: str, default_id: str, config: DataConfig) 
         text.encode("utf-8")
     except UnicodeEncodeError as e:
         # JSON can spell half of a surrogate pair, which is no character
-        raise UserError(f"{where}: field {config.text_field!r} has a lone surrogate at character {e.start}") from e
+        raise UserError(
+            f"{where}: field {config.text_field!r} has a lone surrogate at character {e.start}"
+        ) from e
     document_id = default_id if config.id_field is None else text_of(config.id_field, "data.id_field")
     return Document(document_id, text, where)
 

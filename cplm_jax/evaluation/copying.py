@@ -127,33 +127,35 @@ def evaluate_copying(definition: ModelDefinition, params: Any, batches: Iterable
     report_of = jax.jit(functools.partial(token_report, definition))
     parts = []
     for batch in batches:
-        report = TokenReport(*(np.asarray(x) for x in jax.device_get(report_of(params, batch))))
+        report = jax.device_get(report_of(params, batch))._asdict()
         mask = np.asarray(batch.loss_mask)
-        parts.append(TokenReport(*(x[mask] for x in report)))
-    r = TokenReport(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
-    inside, novel = r.in_context, ~r.in_context
+        parts.append({name: np.asarray(values)[mask] for name, values in report.items()})
+    r = {name: np.concatenate([part[name] for part in parts]) for name in TokenReport._fields}
+    inside, novel = r["in_context"], ~r["in_context"]
     everything = np.ones_like(inside)
     means = {
-        "accuracy": (r.correct, everything),
-        "accuracy_in_context": (r.correct, inside),
-        "accuracy_novel": (r.correct, novel),
-        "loss_novel_detection": (-r.log_novel, novel),
-        "loss_novel_identity": (r.log_novel - r.log_prob, novel),
+        "accuracy": (r["correct"], everything),
+        "accuracy_in_context": (r["correct"], inside),
+        "accuracy_novel": (r["correct"], novel),
+        "loss_novel_detection": (-r["log_novel"], novel),
+        "loss_novel_identity": (r["log_novel"] - r["log_prob"], novel),
     }
     if definition.config.copy_head is not None:
         means |= {
-            "copy_accuracy": (r.copy_correct, inside),
-            "gate": (r.gate, everything),
-            "gate_in_context": (r.gate, inside),
-            "gate_novel": (r.gate, novel),
-            "responsibility_in_context": (r.responsibility, inside),
+            "copy_accuracy": (r["copy_correct"], inside),
+            "gate": (r["gate"], everything),
+            "gate_in_context": (r["gate"], inside),
+            "gate_novel": (r["gate"], novel),
+            "responsibility_in_context": (r["responsibility"], inside),
         }
     result: dict[str, Any] = {
-        name: float(np.mean(values[where], dtype=np.float64)) for name, (values, where) in means.items() if where.any()
+        name: float(np.mean(values[where], dtype=np.float64))
+        for name, (values, where) in means.items()
+        if where.any()
     }
     result["target_tokens"] = int(inside.size)
     if definition.config.copy_head is not None:
-        result["calibration"] = [bin._asdict() for bin in _calibration(r.gate, inside)]
+        result["calibration"] = [bin._asdict() for bin in _calibration(r["gate"], inside)]
     return result
 
 
@@ -164,6 +166,8 @@ def _calibration(gate: np.ndarray, copyable: np.ndarray) -> list[Calibration]:
         here = which == i
         if here.any():
             bins.append(
-                Calibration(float(gate[here].mean(dtype=np.float64)), float(copyable[here].mean()), int(here.sum()))
+                Calibration(
+                    float(gate[here].mean(dtype=np.float64)), float(copyable[here].mean()), int(here.sum())
+                )
             )
     return bins

@@ -56,7 +56,7 @@ _PART_LOOKS: tuple[dict[str, Any], ...] = (
     {"color": "black", "linestyle": ":", "marker": "."},
 )
 _TINT = "#e69f00"
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.spines.top": False,
@@ -70,6 +70,7 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
     "svg.hashsalt": "cplm_jax",
+    "text.parse_math": False,  # names and text may have dollars
 }
 
 
@@ -312,10 +313,6 @@ def _image(draw: Callable[[bool], Figure], wide: bool, kind: str) -> bytes:
     return out.getvalue()
 
 
-def _plain_text(text: str) -> str:
-    return text.replace("$", r"\$")  # no formula
-
-
 def _curve(axes: Axes, points: Sequence[Point], name: str, **look: Any) -> None:
     values = [getattr(p, name) for p in points]
     axes.plot([p.tokens for p in points], [math.nan if v is None else v for v in values], **look)
@@ -334,7 +331,7 @@ def _loss_chart(c: Comparison, wide: bool) -> Figure:
     validated = [p.loss for run in (c.reference, c.candidate) for p in run.validation]
     for run, look in zip((c.reference, c.candidate), _LOOKS, strict=True):
         _curve(axes, run.train, "loss", color=look["color"], linewidth=0.7, alpha=0.5)
-        _curve(axes, run.validation, "loss", label=f"validation, {_plain_text(run.name)}", **look)
+        _curve(axes, run.validation, "loss", label=f"validation, {run.name}", **look)
     low = min(validated + [p.loss for run in (c.reference, c.candidate) for p in run.train])
     height = max(validated) - low or 1.0
     bottom = low - 0.06 * height
@@ -358,7 +355,7 @@ def _context_chart(c: Comparison, wide: bool) -> Figure:
     panels = figure.subplots(1, 3) if wide else figure.subplots(3, 1)
     for axes, name, title in zip(panels, _PARTS, ("Loss in context", "Loss on novel targets"), strict=False):
         for run, look in zip((c.reference, c.candidate), _LOOKS, strict=True):
-            _curve(axes, run.validation, name, label=_plain_text(run.name), **look)
+            _curve(axes, run.validation, name, label=run.name, **look)
         _token_axis(axes, title)
         axes.legend()
     reference = {p.step: p for p in c.reference.validation}
@@ -368,7 +365,7 @@ def _context_chart(c: Comparison, wide: bool) -> Figure:
         known = [(tokens, x - y) for tokens, x, y in pairs if x is not None and y is not None]
         panels[2].plot([t for t, _ in known], [d for _, d in known], label=label, markersize=3.5, **look)
     panels[2].axhline(0, color="black", linewidth=0.8)
-    _token_axis(panels[2], f"Difference to {_plain_text(c.reference.name)}")
+    _token_axis(panels[2], f"Difference to {c.reference.name}")
     panels[2].legend()
     return figure
 
@@ -380,7 +377,7 @@ def _calibration_chart(c: Comparison, wide: bool) -> Figure:  # noqa: ARG001 - f
     for run, look in zip((c.reference, c.candidate), _LOOKS, strict=True):
         if run.calibration:
             x, y = ([bin[key] for bin in run.calibration] for key in ("gate", "copyable"))
-            axes.plot(x, y, clip_on=False, label=_plain_text(run.name), **look)
+            axes.plot(x, y, clip_on=False, label=run.name, **look)
     axes.set(xlabel="mean gate of the bin", ylabel="share of targets in context")
     axes.legend(loc="upper left")
     return figure

@@ -50,7 +50,9 @@ def held_out_batches(model: LoadedModel, corpus: Corpus) -> Iterator[Batch]:
     return validation_batches(rows, config.evaluation.batch_size, config.evaluation.batches, model.mesh)
 
 
-def evaluate(model: LoadedModel, suites: Sequence[str] = SUITES, corpus: Corpus | None = None) -> dict[str, Any]:
+def evaluate(
+    model: LoadedModel, suites: Sequence[str] = SUITES, corpus: Corpus | None = None
+) -> dict[str, Any]:
     """Runs suites on a model.
 
     Args:
@@ -89,5 +91,7 @@ def table(result: dict[str, Any]) -> str:
                 lines.append("  gate calibration: mean gate, share in context, tokens")
                 lines += [f"    {b['gate']:8.3f} {b['copyable']:8.3f} {b['tokens']:10,}" for b in value]
             else:
-                lines.append(f"  {name:28}{value:12,}" if isinstance(value, int) else f"  {name:28}{value:12.4f}")
+                lines.append(
+                    f"  {name:28}{value:12,}" if isinstance(value, int) else f"  {name:28}{value:12.4f}"
+                )
     return "\n".join(lines)

@@ -41,10 +41,7 @@ class Validator:
         self._definition, self._mesh = definition, mesh
         replicated = NamedSharding(mesh, PartitionSpec())
         self._bytes = jax.device_put(byte_lengths, replicated)
-        self._sums = jax.jit(
-            functools.partial(_batch_sums, definition),
-            out_shardings=ValidationSums(*[replicated] * len(ValidationSums._fields)),
-        )
+        self._sums = jax.jit(functools.partial(_batch_sums, definition), out_shardings=replicated)
 
     def __call__(
         self, params: Any, batches: Iterable[Batch], interrupted: Callable[[], bool] = lambda: False
@@ -56,28 +53,27 @@ class Validator:
         ``target_tokens``; with a copy head also ``gate`` and ``responsibility``, means over
         targets. A loss over no token is left out.
         """
-        # Summed in float64 and in one order, so that the figure does not depend on batch sizes' rounding.
-        total = np.zeros(len(ValidationSums._fields), np.float64)
+        # Summed in float64 and in one order, so that no batch's sum is lost in a larger one.
+        total = dict.fromkeys(ValidationSums._fields, 0.0)
         with jax.set_mesh(self._mesh):
             for batch in batches:
                 if interrupted():
                     return None
-                total += np.asarray(jax.device_get(self._sums(params, batch, self._bytes)), np.float64)
-        sums = ValidationSums(*total)
-        novel = sums.tokens - sums.tokens_in_context
-        result = {"loss": sums.loss / sums.tokens}
-        if sums.bytes:
-            result["bits_per_byte"] = sums.loss / math.log(2) / sums.bytes
-        if sums.tokens_in_context:
-            result["loss_in_context"] = sums.loss_in_context / sums.tokens_in_context
+                sums = jax.device_get(self._sums(params, batch, self._bytes))
+                total = {name: value + float(getattr(sums, name)) for name, value in total.items()}
+        tokens, inside = total["tokens"], total["tokens_in_context"]
+        novel = tokens - inside
+        result = {"loss": total["loss"] / tokens}
+        if total["bytes"]:
+            result["bits_per_byte"] = total["loss"] / math.log(2) / total["bytes"]
+        if inside:
+            result["loss_in_context"] = total["loss_in_context"] / inside
         if novel:
-            result["loss_novel"] = (sums.loss - sums.loss_in_context) / novel
-        result["fraction_in_context"] = sums.tokens_in_context / sums.tokens
-        result["target_tokens"] = int(sums.tokens)
+            result["loss_novel"] = (total["loss"] - total["loss_in_context"]) / novel
+        result |= {"fraction_in_context": inside / tokens, "target_tokens": int(tokens)}
         if self._definition.config.copy_head is not None:
-            result["gate"] = sums.gate / sums.tokens
-            result["responsibility"] = sums.responsibility / sums.tokens
-        return {k: v if k == "target_tokens" else float(v) for k, v in result.items()}
+            result |= {"gate": total["gate"] / tokens, "responsibility": total["responsibility"] / tokens}
+        return result
 
 
 def _batch_sums(

@@ -60,7 +60,9 @@ def is_export(path: Path) -> bool:
     return (path / _PARAMS).is_dir()
 
 
-def restore_export(path: Path, abstract: dict[str, Any], details: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
+def restore_export(
+    path: Path, abstract: dict[str, Any], details: dict[str, Any]
+) -> tuple[dict[str, Any], int, int]:
     """Restores parameters onto the shardings of ``abstract``; returns them, their step and the tokens seen.
 
     Raises:

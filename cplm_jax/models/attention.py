@@ -33,7 +33,9 @@ class Attention(nnx.Module):
         scale = width**-0.5
         self.query = parameter(rngs.params(), (width, heads, head_width), ("embed", "heads", None), scale)
         self.key = parameter(rngs.params(), (width, kv_heads, head_width), ("embed", "kv_heads", None), scale)
-        self.value = parameter(rngs.params(), (width, kv_heads, head_width), ("embed", "kv_heads", None), scale)
+        self.value = parameter(
+            rngs.params(), (width, kv_heads, head_width), ("embed", "kv_heads", None), scale
+        )
         self.output = parameter(
             rngs.params(),
             (heads, head_width, width),

@@ -72,4 +72,3 @@ class CopyHead(nnx.Module):
         if self.gate_kernel is None:
             return bias
         return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), self.gate_kernel[...]) + bias
-

@@ -33,7 +33,13 @@ class Block(nnx.Module):
         residual_scale = (2 * config.layers) ** -0.5  # keeps the residual stream's variance at depth
         self.attention_norm = RMSNorm(config.width, config.norm_epsilon)
         self.attention = Attention(
-            config.width, config.heads, config.kv_heads, head_width, config.rope_theta, residual_scale, rngs=rngs
+            config.width,
+            config.heads,
+            config.kv_heads,
+            head_width,
+            config.rope_theta,
+            residual_scale,
+            rngs=rngs,
         )
         self.mlp_norm = RMSNorm(config.width, config.norm_epsilon)
         self.mlp = SwiGLU(config.width, config.mlp_width, residual_scale, rngs=rngs)
@@ -62,7 +68,9 @@ class Decoder(nnx.Module):
         shape = (config.vocabulary_size, config.width)
         axes = ("vocabulary", "embed")
         self.embedding = parameter(rngs.params(), shape, axes, config.width**-0.5)
-        self.lm_head = None if config.tied_embeddings else parameter(rngs.params(), shape, axes, config.width**-0.5)
+        self.lm_head = (
+            None if config.tied_embeddings else parameter(rngs.params(), shape, axes, config.width**-0.5)
+        )
         block = functools.partial(Block, config)
         self.blocks = nnx.vmap(lambda keys: block(rngs=nnx.Rngs(params=keys)), in_axes=0, out_axes=0)(
             jax.random.split(rngs.params(), config.layers)

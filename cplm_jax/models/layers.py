@@ -6,7 +6,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 
-def parameter(key: jax.Array, shape: tuple[int, ...], axes: tuple[str | None, ...], scale: float) -> nnx.Param:
+def parameter(
+    key: jax.Array, shape: tuple[int, ...], axes: tuple[str | None, ...], scale: float
+) -> nnx.Param:
     """Creates a float32 parameter drawn from a normal distribution cut at two standard deviations.
 
     Args:

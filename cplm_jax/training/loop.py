@@ -58,7 +58,7 @@ def train(config: Config) -> Result:
     initialize_processes(config.mesh)
     leader = jax.process_index() == 0
     with run.locked() if leader else contextlib.nullcontext():
-        setup = set_up(config, say if leader else lambda message: None)
+        setup = set_up(config, say if leader else lambda _: None)
         run.check_continuation(setup.config, setup.corpus.fingerprint, setup.corpus.tokenizer.sha256)
         with StopRequest() as request:
             return _Run(setup, run, request, leader).go()
@@ -89,7 +89,9 @@ class _Run:
 
     def go(self) -> Result:
         """Restores or starts, trains to the end, and closes what was opened."""
-        with contextlib.closing(Checkpointer(self.run.checkpoints, self.config.checkpoint.keep)) as checkpointer:
+        with contextlib.closing(
+            Checkpointer(self.run.checkpoints, self.config.checkpoint.keep)
+        ) as checkpointer:
             self.checkpointer = checkpointer
             start = checkpointer.latest_step()
             if start is None:
@@ -218,35 +220,36 @@ class _StepRecorder:
             return
         step, pending = self._pending
         self._pending = None
-        values = StepMetrics(*(value.item() for value in jax.device_get(pending)))
+        values = {name: value.item() for name, value in jax.device_get(pending)._asdict().items()}
+        loss, norm, tokens = values["loss"], values["gradient_norm"], values["tokens"]
         now = time.perf_counter()
         self._seconds += now - self._clock
         self._clock = now
         self._steps += 1
-        self._window_tokens += values.tokens
+        self._window_tokens += tokens
         run = self._run
-        run.tokens += values.tokens
-        if not (math.isfinite(values.loss) and math.isfinite(values.gradient_norm)):
+        run.tokens += tokens
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise MachineError(
-                f"the loss of step {step} is {values.loss} and its gradient norm {values.gradient_norm}; "
+                f"the loss of step {step} is {loss} and its gradient norm {norm}; "
                 "nothing was saved from there on. Lower optimizer.learning_rate, and go on from the newest "
                 f"checkpoint in {run.run.checkpoints}, or start over in another run_dir"
             )
         rate = self._window_tokens / self._seconds
-        run.bar.advance(values.loss, rate)
+        run.bar.advance(loss, rate)
         if step % run.config.logging.every and step != run.config.train.steps:
             return
         row = {
             "split": "train",
             "step": step,
             "tokens": run.tokens,
-            "loss": values.loss,
-            "learning_rate": values.learning_rate,
-            "gradient_norm": values.gradient_norm,
+            "loss": loss,
+            "learning_rate": values["learning_rate"],
+            "gradient_norm": norm,
             "step_seconds": self._seconds / self._steps,
             "tokens_per_second": rate,
         }
         if run.config.model.copy_head is not None:
-            row["gate"] = values.gate
+            row["gate"] = values["gate"]
         run._write(row)
         self._seconds, self._steps, self._window_tokens = 0.0, 0, 0

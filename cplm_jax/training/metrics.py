@@ -30,7 +30,7 @@ class MetricsWriter:
         if not leader:
             return
         write_atomically(run.metrics_file, b"".join(_line(row) for row in kept))
-        self._file = open(run.metrics_file, "ab")
+        self._file = open(run.metrics_file, "ab")  # noqa: SIM115 - open until close()
         if tensorboard:
             self._board = SummaryWriter(str(run.tensorboard), purge_step=resume_step + 1)
 

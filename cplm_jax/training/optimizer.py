@@ -21,7 +21,9 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         after = optax.cosine_decay_schedule(peak, max(remaining - 1, 1), alpha=config.final_learning_rate)
     else:
         decay = round(config.decay_fraction * steps)
-        after = optax.linear_schedule(peak, final, max(decay, 1), transition_begin=max(remaining - 1 - decay, 0))
+        after = optax.linear_schedule(
+            peak, final, max(decay, 1), transition_begin=max(remaining - 1 - decay, 0)
+        )
     if config.warmup_steps == 0:
         return after
     return optax.join_schedules([warmup, after], [config.warmup_steps])
@@ -44,7 +46,9 @@ def make_optimizer(config: OptimizerConfig, steps: int, logical_axes: Any) -> op
       steps: length of the run, for the schedule.
       logical_axes: logical axes of every parameter, for the decay mask.
     """
-    clip = optax.identity() if config.gradient_clip is None else optax.clip_by_global_norm(config.gradient_clip)
+    clip = (
+        optax.identity() if config.gradient_clip is None else optax.clip_by_global_norm(config.gradient_clip)
+    )
     return optax.chain(
         clip,
         optax.adamw(

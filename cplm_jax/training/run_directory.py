@@ -67,7 +67,8 @@ class RunDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as e:
                 raise UserError(
-                    f"run_dir: another process is training in {self.path}; wait for it or choose another folder"
+                    f"run_dir: another process is training in {self.path}; wait for it or choose "
+                    "another folder"
                 ) from e
             yield
 

@@ -49,7 +49,8 @@ class Setup(NamedTuple):
             "processes": jax.process_count(),
             "python": platform.python_version(),
             "versions": {
-                name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+                name: version(name)
+                for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
             },
         }
 
@@ -79,7 +80,7 @@ def initialize_processes(config: MeshConfig) -> None:
         ) from e
 
 
-def set_up(config: Config, report: Callable[[str], None] = lambda message: None) -> Setup:
+def set_up(config: Config, report: Callable[[str], None] = lambda _: None) -> Setup:
     """Checks a configuration against devices and data and makes all but the run directory.
 
     Args:

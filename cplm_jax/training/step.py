@@ -27,7 +27,7 @@ Params = dict[str, Any]
 )
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step changes.
+    """All that a step changes; the same structure also holds its shapes and its shardings.
 
     Attributes:
       params: nested dict of float32 parameters.
@@ -38,8 +38,8 @@ class TrainState:
 
     params: Params
     optimizer: Any
-    step: Int[Array, ""]
-    key: Array
+    step: Any
+    key: Any
 
 
 class StepMetrics(NamedTuple):
@@ -173,7 +173,7 @@ class Trainer:
             learning_rate=jnp.asarray(self._schedule(state.step), jnp.float32),
             tokens=tokens,
         )
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         return TrainState(params, optimizer, state.step + 1, state.key), metrics
 
     def compile_step(self) -> Any:
@@ -191,17 +191,17 @@ class Trainer:
             self.config.data.sequence_length,
         )
 
-        def struct(name: str) -> jax.ShapeDtypeStruct:
+        def struct(name: str) -> Any:
             dtype = jnp.bool_ if name in ("copyable", "loss_mask") else jnp.int32
             return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding)
 
-        batch = Batch(**{name: struct(name) for name in Batch._fields})
+        batch = Batch(*map(struct, Batch._fields))
         replicated = NamedSharding(self.mesh, PartitionSpec())
         step = jax.jit(
             self._step,
             donate_argnums=0,
-            in_shardings=(self.state_shardings, Batch(*[batch_sharding] * len(Batch._fields))),
-            out_shardings=(self.state_shardings, StepMetrics(*[replicated] * len(StepMetrics._fields))),
+            in_shardings=(self.state_shardings, batch_sharding),
+            out_shardings=(self.state_shardings, replicated),
         )
         with jax.set_mesh(self.mesh):
             return step.lower(self.abstract_state, batch).compile()

@@ -34,7 +34,9 @@ def test_tokenizer_reproduces_any_text(tokenizer, text):
     assert not set(ids) & set(tokenizer.control_ids)
 
 
-@pytest.mark.parametrize("text", ["a\u2581b", "\u2581\u2581", "  x \t\r\n\n  y", "\0", "\u2028\ufeff", "日本語 🙂", " "])
+@pytest.mark.parametrize(
+    "text", ["a\u2581b", "\u2581\u2581", "  x \t\r\n\n  y", "\0", "\u2028\ufeff", "日本語 🙂", " "]
+)
 def test_tokenizer_reproduces_awkward_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -96,7 +98,11 @@ def test_cache_is_found_again_and_by_content(corpus_folder, tmp_path):
     (copy / "000.txt").write_text("something else")
     assert load_corpus(settings_for(copy, tmp_path), messages.append).fingerprint != first.fingerprint
     assert messages
-    leftovers = [p for p in (tmp_path / "cache").rglob("*") if "." in p.name and p.suffix not in (".bin", ".npy", ".json", ".model")]
+    leftovers = [
+        p
+        for p in (tmp_path / "cache").rglob("*")
+        if "." in p.name and p.suffix not in (".bin", ".npy", ".json", ".model")
+    ]
     assert not leftovers
 
 
@@ -114,7 +120,10 @@ def test_folders_globs_and_files_name_documents_alike_wherever_they_lie(tmp_path
         (tmp_path / place / ".hidden").write_text("h")
     found = [[f.name for f in list_files([str(tmp_path / p)], "data.paths")] for p in ("one", "two")]
     assert found == [["a.txt", "sub/b.txt"]] * 2
-    assert [f.name for f in list_files([str(tmp_path / "one/**/*.txt")], "data.paths")] == ["a.txt", "sub/b.txt"]
+    assert [f.name for f in list_files([str(tmp_path / "one/**/*.txt")], "data.paths")] == [
+        "a.txt",
+        "sub/b.txt",
+    ]
 
 
 def test_standard_library_is_a_corpus_without_tests():
@@ -122,6 +131,8 @@ def test_standard_library_is_a_corpus_without_tests():
     names = [f.name for f in files]
     assert "argparse.py" in names
     assert "asyncio/events.py" in names
-    assert not {"test", "tests", "idle_test", "site-packages"} & {part for n in names for part in n.split("/")}
+    assert not {"test", "tests", "idle_test", "site-packages"} & {
+        part for n in names for part in n.split("/")
+    }
     documents = list(read_documents(files[:50], DataConfig()))
     assert len(documents) > 30

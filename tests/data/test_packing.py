@@ -49,7 +49,11 @@ def test_each_epoch_predicts_every_token_of_every_document_once_and_in_order(len
     for number in range(epoch * rows.rows_per_epoch, (epoch + 1) * rows.rows_per_epoch):
         row = rows.row(number)
         assert all(v.shape == (length,) for v in row.values())
-        pairs += [(int(x), int(y)) for x, y, m in zip(row["tokens"], row["targets"], row["loss_mask"], strict=True) if m]
+        pairs += [
+            (int(x), int(y))
+            for x, y, m in zip(row["tokens"], row["targets"], row["loss_mask"], strict=True)
+            if m
+        ]
         bos += int((row["tokens"] == Ids.bos_id).sum())
         # A segment is a run of one document, and positions count up within it.
         for segment in set(row["segment_ids"].tolist()) - {0}:

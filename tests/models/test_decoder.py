@@ -89,7 +89,11 @@ def test_learned_gate_forced_shut_is_the_baseline():
     )
 
 
-@pytest.mark.parametrize("config", [BASELINE, *map(with_head, HEADS)], ids=lambda c: str(c.copy_head and (c.copy_head.gate, c.copy_head.alignment)))
+@pytest.mark.parametrize(
+    "config",
+    [BASELINE, *map(with_head, HEADS)],
+    ids=lambda c: str(c.copy_head and (c.copy_head.gate, c.copy_head.alignment)),
+)
 def test_a_document_does_not_see_its_neighbour(config):
     """Neither through the output nor through the gradient, and packed it is as it is alone."""
     params = define_model(config).init(jax.random.key(1))
@@ -198,8 +202,11 @@ def test_every_parameter_has_logical_axes_and_gets_a_gradient():
     for head in [None, *HEADS]:
         definition = define_model(with_head(head))
         axes = definition.logical_axes
-        jax.tree.map(lambda shape, a: chex.assert_rank(shape, len(a)), definition.shapes,
-                     jax.tree.map(lambda a: a, axes, is_leaf=lambda x: isinstance(x, tuple)))
+        jax.tree.map(
+            lambda shape, a: chex.assert_rank(shape, len(a)),
+            definition.shapes,
+            jax.tree.map(lambda a: a, axes, is_leaf=lambda x: isinstance(x, tuple)),
+        )
     config = with_head(HEADS[2])
     params = define_model(config).init(jax.random.key(2))
     _, gradient = gradient_of(config, params, make_batch())

@@ -40,7 +40,10 @@ def final_state(run):
 
     step = max(int(p.name) for p in (run / "checkpoints").iterdir())
     with ocp.StandardCheckpointer() as reader:
-        items = [reader.restore((run / "checkpoints" / str(step) / item).absolute()) for item in ("params", "optimizer")]
+        items = [
+            reader.restore((run / "checkpoints" / str(step) / item).absolute())
+            for item in ("params", "optimizer")
+        ]
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(items)]
 
 
@@ -179,9 +182,7 @@ def test_rows_past_the_last_checkpoint_and_a_torn_line_are_cut_off(tmp_path):
     expected = (run / "metrics.jsonl").read_text()
     with open(run / "metrics.jsonl", "a") as out:
         out.write(json.dumps({"split": "train", "step": 21, "loss": 0.0}) + "\n" + '{"split": "trai')
-    longer = tiny_config(
-        tmp_path, "--train.steps", "22", "--checkpoint.allow_changed_config", "true"
-    )
+    longer = tiny_config(tmp_path, "--train.steps", "22", "--checkpoint.allow_changed_config", "true")
     train(longer)
     text = (run / "metrics.jsonl").read_text()
     assert text.startswith(expected)
