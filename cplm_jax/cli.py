@@ -117,6 +117,30 @@ def eval_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def compare_command(arguments: Sequence[str]) -> int:
+    """Runs ``cplm compare``: reports on two runs side by side."""
+    parser = _Parser(
+        "compare", "Compares two finished runs that saw the same batches, and writes a report on them."
+    )
+    parser.add_argument("run_a", metavar="RUN_A", help="run directory")
+    parser.add_argument("run_b", metavar="RUN_B", help="another; a baseline may come first or last")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="folder for report.html, .md, .json and PNG files (default: the folder of both runs)",
+    )
+    options = parser.parse(arguments)
+    from cplm_jax.evaluation.comparison import compare
+    from cplm_jax.evaluation.report import check_output, default_output, write_report
+
+    runs = Path(options.run_a), Path(options.run_b)
+    output = default_output(*runs) if options.output is None else Path(options.output).expanduser()
+    check_output(output)
+    comparison = compare(*runs, report=lambda message: print(message, file=sys.stderr))
+    print(write_report(comparison, output))
+    return 0
+
+
 def generate_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm generate``: continues a prompt."""
     parser = _Parser("generate", "Continues a prompt, and prints prompt and continuation.")
@@ -189,6 +213,7 @@ _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train_command, "train a model, or go on with a run"),
     "quickstart": (quickstart_command, "train a CPLM and its baseline, and compare them"),
     "eval": (eval_command, "measure a trained model on its held-out text"),
+    "compare": (compare_command, "report on two runs side by side"),
     "generate": (generate_command, "continue a prompt"),
     "export": (export_command, "write a model without its training state"),
 }

@@ -174,7 +174,8 @@ class EvaluationConfig:
     every: Positive = 100
     """Steps between validations; the last step is always validated."""
     batches: Positive | None = None
-    """Number of validation batches; null uses every held-out token once."""
+    """Number of validation batches, whose rows are spread evenly over the held-out text; null uses
+    every held-out token once."""
     batch_size: Positive = 16
     """Rows of a validation batch."""
 

@@ -22,7 +22,7 @@ def paired_configs(config: Config) -> tuple[Config, Config]:
     if config.model.copy_head is None:
         raise UserError("model.copy_head is null; the quickstart needs a copy head to compare")
     if config.run_dir is None:
-        raise UserError("run_dir is not set; give the folder of the CPLM's run, as in --run_dir runs/first/cplm")
+        raise UserError("run_dir is not set; give the CPLM's folder, as in --run_dir runs/first/cplm")
     baseline_dir = Path(config.run_dir).expanduser().parent / "baseline"
     if baseline_dir == Path(config.run_dir).expanduser():
         raise UserError("run_dir must not end in 'baseline', where the baseline goes")

@@ -115,24 +115,24 @@ class TrainingBatches:
 
 
 def validation_batches(rows: PackedRows, batch_size: int, limit: int | None, mesh: Mesh) -> Iterator[Batch]:
-    """Yields every row once, in order, the last batch filled with padding.
+    """Yields every row once, in order, or evenly spaced ones; the last batch is filled with padding.
 
     Args:
       rows: the packed rows, made with ``seed=None``.
       batch_size: rows of a global batch.
-      limit: number of batches; ``None`` for all.
+      limit: number of batches, whose rows are spread evenly over all of them; ``None`` for all.
       mesh: where batches are placed.
     """
     shape = (batch_size, rows.sequence_length)
     sharding = named_sharding(mesh, "batch", "length")
-    count = -(-rows.rows_per_epoch // batch_size)
+    total = rows.rows_per_epoch
+    used = total if limit is None else min(limit * batch_size, total)
     filler = rows.empty()
-    for number in range(count if limit is None else min(limit, count)):
-        first = number * batch_size
+    for first in range(0, used, batch_size):
 
         @functools.cache  # each array of the batch asks for the same rows
         def row(i: int, first: int = first) -> Row:
-            return rows.row(first + i) if first + i < rows.rows_per_epoch else filler
+            return rows.row((first + i) * total // used) if first + i < used else filler
 
         def place(name: str, row: Any = row) -> jax.Array:
             def piece(index: Any) -> np.ndarray:

@@ -230,7 +230,7 @@ def compare(run_a: Path, run_b: Path, report: Callable[[str], None] = lambda _: 
 
 
 def tokens_to_reach(points: Sequence[Point], loss: float, total: int) -> Reach:
-    """Return when a run first reached ``loss``, interpolating linearly between validations.
+    """Returns when a run first reached ``loss``, interpolating linearly between validations.
 
     Args:
       points: the run's validations, at least one, in order.
@@ -290,7 +290,7 @@ def _check_comparable(a: _Opened, b: _Opened) -> None:
     different = {"corpus_fingerprint": "documents, or their split,", "tokenizer_sha256": "tokenizers"}
     for key, what in different.items():
         x, y = (str(o.details.get(key)) for o in (a, b))
-        if x != y:
+        if x != y or key not in a.details:
             problems.append(f"the {what} differ: {key} is {x[:12]} in {a.name}, {y[:12]} in {b.name}")
     fields = [*_SAME, "evaluation.batches"]
     if a.config.evaluation.batches is not None:  # else every held-out token counts once, in whatever batches
@@ -340,7 +340,7 @@ def _figures(o: _Opened, result: dict[str, Any]) -> RunFigures:
 
 
 def _held_out(config: Config, corpus: Corpus) -> tuple[int, list[_Passage]]:
-    """Count the documents validation reads and pick the excerpts, without looking at a model.
+    """Counts the documents validation reads and picks the excerpts, without looking at a model.
 
     The rows are cut into equal stretches. Each gives the first document part that is of a document
     not shown yet and whose tokens are to :data:`COPYABLE_SHARE` repeated; failing that, the nearest.

@@ -6,7 +6,6 @@ Charts are drawn here; sentences and tables are in ``report.html.jinja``, for HT
 import base64
 import codecs
 import dataclasses
-import functools
 import io
 import json
 import math
@@ -14,11 +13,13 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -49,7 +50,6 @@ _LOOKS: tuple[dict[str, Any], dict[str, Any]] = (
     {"color": "#5f5f5f", "linestyle": "--", "marker": "s", "markersize": 3.5, "linewidth": 1.6},
     {"color": "#0072b2", "linestyle": "-", "marker": "o", "markersize": 3.5, "linewidth": 1.8},
 )
-_PARTS = ("loss_in_context", "loss_novel")
 _PART_LOOKS: tuple[dict[str, Any], ...] = (
     {"color": "#009e73", "linestyle": "-", "marker": "^"},
     {"color": "#d55e00", "linestyle": "--", "marker": "v"},
@@ -61,11 +61,9 @@ _STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#777777",
     "axes.titlesize": 9.5,
     "axes.titlelocation": "left",
     "axes.grid": True,
-    "axes.axisbelow": True,
     "grid.color": "#e4e4e4",
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
@@ -80,7 +78,7 @@ class _Chart(NamedTuple):
 
 
 def default_output(run_a: Path, run_b: Path) -> Path:
-    """Return the folder that holds both runs. Raises :class:`UserError` if they lie in different ones."""
+    """Returns the folder that holds both runs. Raises :class:`UserError` if they lie in different ones."""
     parents = {Path(run).expanduser().resolve().parent for run in (run_a, run_b)}
     if len(parents) > 1:
         raise UserError(f"{run_a} and {run_b} lie in different folders; say where to write with --output DIR")
@@ -88,7 +86,7 @@ def default_output(run_a: Path, run_b: Path) -> Path:
 
 
 def check_output(folder: Path) -> None:
-    """Make the folder of a report, if need be.
+    """Makes the folder of a report, if need be.
 
     Raises:
       UserError: if it cannot be written, or holds files of these names that no report wrote.
@@ -105,14 +103,12 @@ def check_output(folder: Path) -> None:
     except (OSError, ValueError, LookupError, TypeError):
         ours = False
     if there and not ours:
-        raise UserError(
-            f"--output {folder}: {', '.join(there)} would be overwritten and no earlier report is there; "
-            "choose another folder"
-        )
+        names = ", ".join(there)
+        raise UserError(f"--output {folder}: {names} is no earlier report's; choose another folder")
 
 
 def write_report(comparison: Comparison, output: Path) -> Path:
-    """Write report.html, report.md, report.json and the PNG files; those of an earlier report are replaced.
+    """Writes report.html, report.md, report.json and the PNG files; those of an earlier report are replaced.
 
     Returns:
       The path of report.html.
@@ -140,7 +136,7 @@ def write_report(comparison: Comparison, output: Path) -> Path:
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Return every number of the report under stable keys; what is not defined, or not finite, is ``None``."""
+    """Returns every number of the report under stable keys, ``None`` if it is undefined or not finite."""
     tree = dataclasses.asdict(comparison)
     for name, run in (("reference", comparison.reference), ("candidate", comparison.candidate)):
         tree[name] |= {"metrics": {m: run.metrics.get(m) for m in METRICS}, "costs": costs(run)}
@@ -165,8 +161,9 @@ def changes(comparison: Comparison) -> dict[str, float | None]:
 
 
 def costs(run: RunFigures) -> dict[str, float | None]:
-    """Return parameters, time and memory of a run; ``None`` for what was not recorded."""
+    """Returns parameters, time and memory of a run; ``None`` for what was not recorded."""
     memory = run.details.get("memory_per_device") or {}
+    train, rows = run.config["train"], run.details.get("rows_per_epoch")
     argument, temporary = memory.get("argument_bytes"), memory.get("temporary_bytes")
     return {
         "parameters": run.details.get("parameters"),
@@ -177,11 +174,12 @@ def costs(run: RunFigures) -> dict[str, float | None]:
         "argument_bytes": argument,
         "temporary_bytes": temporary,
         "compile_seconds": run.details.get("compile_seconds"),
+        "epochs": train["steps"] * train["batch_size"] / rows if rows else None,
     }
 
 
 def token_texts(pieces: Sequence[bytes]) -> list[str]:
-    """Return what each token shows, of a text given as the bytes of its tokens.
+    """Returns what each token shows, of a text given as the bytes of its tokens.
 
     A character that several tokens spell is shown by the last of them, the others show
     :data:`PARTIAL`; bytes that are no UTF-8 become U+FFFD, invisible characters are named, and a
@@ -204,7 +202,7 @@ def _character_name(match: re.Match[str]) -> str:
 
 
 def _signed(number: float | None, form: str = "{:.3f}") -> str:
-    """Show a difference, with a sign unless it rounds to nothing."""
+    """Shows a difference, with a sign unless it rounds to nothing."""
     if number is None:
         return "\N{EN DASH}"
     text = form.format(abs(number))
@@ -216,7 +214,7 @@ def _shown(number: float | None, form: str = "{:.3f}") -> str:
 
 
 def _amount(number: float) -> str:
-    """Show a number of tokens or parameters in three figures: ``1.23 M``."""
+    """Shows a number of tokens or parameters in three figures: ``1.23 M``."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.{max(0, 2 - int(math.log10(number / size)))}f} {unit}"
@@ -224,18 +222,17 @@ def _amount(number: float) -> str:
 
 
 def _readings(c: Comparison, excerpt: Excerpt) -> list[tuple[RunFigures, Reading]]:
-    """Pair the runs that can copy with what they made of an excerpt."""
+    """Pairs the runs that can copy with what they made of an excerpt."""
     pairs = ((c.reference, excerpt.reference), (c.candidate, excerpt.candidate))
     return [(run, reading) for run, reading in pairs if run.copy_head is not None]
 
 
 def render_html(comparison: Comparison) -> str:
-    """Return report.html, which needs nothing from elsewhere."""
+    """Returns report.html, which needs nothing from elsewhere."""
 
     def embedded(chart: _Chart, wide: bool) -> str:
-        return "data:image/svg+xml;base64," + base64.b64encode(_image(chart.draw, wide, "svg")).decode(
-            "ascii"
-        )
+        data = base64.b64encode(_image(chart.draw, wide, "svg"))
+        return "data:image/svg+xml;base64," + data.decode("ascii")
 
     charts = {
         name: {"alt": chart.alt, "wide": embedded(chart, True), "narrow": embedded(chart, False)}
@@ -246,21 +243,19 @@ def render_html(comparison: Comparison) -> str:
 
 
 def render_markdown(comparison: Comparison) -> str:
-    """Return report.md, which shows the PNG files that lie beside it."""
+    """Returns report.md, which shows the PNG files that lie beside it."""
 
     def quote(text: str) -> str:
         return re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", " ".join(text.split()))
 
-    return _render(
-        comparison, "markdown", quote, {name: chart.alt for name, chart in _charts(comparison).items()}
-    )
+    alts = {name: chart.alt for name, chart in _charts(comparison).items()}
+    return re.sub(r"\n{3,}", "\n\n", _render(comparison, "markdown", quote, alts).strip("\n")) + "\n"
 
 
 def _render(comparison: Comparison, form: str, quote: Callable[[str], str], charts: dict[str, Any]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("cplm_jax.evaluation", "."),
         autoescape=form == "html",
-        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -280,28 +275,22 @@ def _render(comparison: Comparison, form: str, quote: Callable[[str], str], char
 
 
 def _charts(c: Comparison) -> dict[str, _Chart]:
-    a, b = c.reference, c.candidate
-
     def ends(name: str) -> str:
-        x, y = (_shown(run.metrics.get(name)) for run in (a, b))
-        return f"{a.name} ends at {x}, {b.name} at {y}"
+        runs = (c.reference, c.candidate)
+        return ", ".join(f"{run.name} {_shown(run.metrics.get(name))}" for run in runs)
 
     charts = {
-        "loss": _Chart(functools.partial(_loss_chart, c), f"Loss against tokens; validation: {ends('loss')}"),
+        "loss": _Chart(partial(_loss_chart, c), f"Loss against tokens; final validation: {ends('loss')}"),
         "context": _Chart(
-            functools.partial(_context_chart, c),
-            f"Validation loss against tokens. In context: {ends('loss_in_context')}. "
-            f"Novel: {ends('loss_novel')}",
+            partial(_context_chart, c),
+            "Validation loss against tokens, by kind of target. "
+            f"Final, in context: {ends('loss_in_context')}; novel: {ends('loss_novel')}",
         ),
     }
-    if a.calibration or b.calibration:
-        charts["calibration"] = _Chart(
-            functools.partial(_calibration_chart, c),
-            "Mean gate, in bins, against the share of their targets that occur in context; the table has the numbers",
-        )
-        charts["text"] = _Chart(
-            functools.partial(_text_chart, c), "Held-out text, tinted where it was copied"
-        )
+    if c.reference.calibration or c.candidate.calibration:
+        alt = "Mean gate of each bin against the share of its targets in context, as in the table"
+        charts["calibration"] = _Chart(lambda _: _calibration_chart(c), alt)
+        charts["text"] = _Chart(lambda _: _text_chart(c), "Held-out text, tinted where it was copied")
     return charts
 
 
@@ -313,104 +302,98 @@ def _image(draw: Callable[[bool], Figure], wide: bool, kind: str) -> bytes:
     return out.getvalue()
 
 
-def _curve(axes: Axes, points: Sequence[Point], name: str, **look: Any) -> None:
+def _series(points: Sequence[Point], name: str) -> tuple[list[int], list[float]]:
     values = [getattr(p, name) for p in points]
-    axes.plot([p.tokens for p in points], [math.nan if v is None else v for v in values], **look)
+    return [p.tokens for p in points], [math.nan if v is None else v for v in values]
 
 
-def _token_axis(axes: Axes, title: str) -> None:
-    axes.set_title(title)
+def _finish(axes: Axes, title: str) -> None:
+    """Labels a panel over tokens; its height leaves out the first tenth, which would squeeze the rest."""
+    lines = [line.get_xydata() for line in axes.lines]
+    points = [(x, y) for line in lines for x, y in np.asarray(line, float) if not math.isnan(y)]
+    last = max((x for x, _ in points), default=1.0)
+    late = [y for x, y in points if x >= last / 10] or [0.0]
+    margin = 0.07 * (max(late) - min(late)) or 0.1
+    axes.set(title=title, xlabel="target tokens trained on", xlim=(0, 1.03 * last))
+    axes.set_ylim(min(late) - margin, max(late) + margin)
     axes.xaxis.set_major_formatter(EngFormatter(sep="\N{NO-BREAK SPACE}"))
-    axes.set_xlabel("target tokens trained on")
-    axes.set_xlim(left=0)
+    axes.legend()
 
 
 def _loss_chart(c: Comparison, wide: bool) -> Figure:
-    figure = Figure(figsize=(7.2, 3.6) if wide else (3.7, 3.4))
+    figure = Figure(figsize=(7.2, 3.8) if wide else (3.7, 3.5))
     axes = figure.add_subplot()
-    validated = [p.loss for run in (c.reference, c.candidate) for p in run.validation]
     for run, look in zip((c.reference, c.candidate), _LOOKS, strict=True):
-        _curve(axes, run.train, "loss", color=look["color"], linewidth=0.7, alpha=0.5)
-        _curve(axes, run.validation, "loss", label=f"validation, {run.name}", **look)
-    low = min(validated + [p.loss for run in (c.reference, c.candidate) for p in run.train])
-    height = max(validated) - low or 1.0
-    bottom = low - 0.06 * height
-    axes.set_ylim(bottom, max(validated) + 0.1 * height)
+        axes.plot(*_series(run.train, "loss"), color=look["color"], linewidth=0.7, alpha=0.5)
+        axes.plot(*_series(run.validation, "loss"), label=f"validation, {run.name}", **look)
+    _finish(axes, "Loss, nats per token (thin: training)")
     reach = c.candidate_reach
-    if reach.tokens is not None and reach.share is not None:
-        axes.plot(
-            [reach.tokens, c.reference.tokens], [reach.loss] * 2, color="black", linewidth=0.8, linestyle=":"
-        )
-        axes.plot([reach.tokens] * 2, [bottom, reach.loss], color="black", linewidth=0.8, linestyle=":")
-        bound = "at most " if reach.at_first_validation else ""
-        text = f" {bound}{reach.share:.2f} of the tokens"
-        axes.annotate(text, (reach.tokens, bottom), xytext=(2, 4), textcoords="offset points", fontsize=8)
-    _token_axis(axes, "Loss, nats per token (thin: training)")
-    axes.legend(loc="upper right")
+    if reach.tokens is not None:
+        low = axes.get_ylim()[0]
+        path = ([c.reference.tokens, reach.tokens, reach.tokens], [reach.loss, reach.loss, low])
+        axes.plot(*path, color="black", linewidth=1, linestyle=":")
+        text = ("at most " if reach.at_first_validation else "") + f"{reach.share:.2f} of the tokens"
+        side = "right" if reach.tokens > c.reference.tokens / 2 else "left"
+        offset = (-4 if side == "right" else 4, 5)
+        axes.annotate(text, (reach.tokens, low), offset, textcoords="offset points", ha=side, fontsize=8)
     return figure
 
 
 def _context_chart(c: Comparison, wide: bool) -> Figure:
     figure = Figure(figsize=(7.2, 2.9) if wide else (3.7, 7.6))
     panels = figure.subplots(1, 3) if wide else figure.subplots(3, 1)
-    for axes, name, title in zip(panels, _PARTS, ("Loss in context", "Loss on novel targets"), strict=False):
+    names = ("loss_in_context", "loss_novel", "loss")
+    for axes, name, title in zip(panels, names, ("Loss in context", "Loss on novel targets"), strict=False):
         for run, look in zip((c.reference, c.candidate), _LOOKS, strict=True):
-            _curve(axes, run.validation, name, label=run.name, **look)
-        _token_axis(axes, title)
-        axes.legend()
+            axes.plot(*_series(run.validation, name), label=run.name, **look)
+        _finish(axes, title)
     reference = {p.step: p for p in c.reference.validation}
-    both = [(reference[p.step], p) for p in c.candidate.validation if p.step in reference]
-    for name, label, look in zip((*_PARTS, "loss"), ("in context", "novel", "all"), _PART_LOOKS, strict=True):
-        pairs = [(p.tokens, getattr(p, name), getattr(q, name)) for q, p in both]
-        known = [(tokens, x - y) for tokens, x, y in pairs if x is not None and y is not None]
-        panels[2].plot([t for t, _ in known], [d for _, d in known], label=label, markersize=3.5, **look)
+    candidate = [p for p in c.candidate.validation if p.step in reference]
+    for name, label, look in zip(names, ("in context", "novel", "all"), _PART_LOOKS, strict=True):
+        tokens, theirs = _series(candidate, name)
+        _, ours = _series([reference[p.step] for p in candidate], name)
+        panels[2].plot(tokens, np.subtract(theirs, ours), label=label, markersize=3.5, **look)
     panels[2].axhline(0, color="black", linewidth=0.8)
-    _token_axis(panels[2], f"Difference to {c.reference.name}")
-    panels[2].legend()
+    _finish(panels[2], f"Difference to {c.reference.name}")
     return figure
 
 
-def _calibration_chart(c: Comparison, wide: bool) -> Figure:  # noqa: ARG001 - fits a phone
-    figure = Figure(figsize=(3.7, 3.4))
-    axes = figure.add_subplot(aspect="equal", xlim=(0, 1), ylim=(0, 1))
+def _calibration_chart(c: Comparison) -> Figure:
+    figure = Figure(figsize=(3.7, 3.5))
+    axes = figure.add_subplot(aspect="equal", xlim=(-0.04, 1.04), ylim=(-0.04, 1.04))
     axes.plot([0, 1], [0, 1], color="#999999", linewidth=0.8)
     for run, look in zip((c.reference, c.candidate), _LOOKS, strict=True):
-        if run.calibration:
-            x, y = ([bin[key] for bin in run.calibration] for key in ("gate", "copyable"))
-            axes.plot(x, y, clip_on=False, label=run.name, **look)
-    axes.set(xlabel="mean gate of the bin", ylabel="share of targets in context")
-    axes.legend(loc="upper left")
+        bins = run.calibration
+        x, y, tokens = ([b[key] for b in bins] for key in ("gate", "copyable", "tokens"))
+        if bins:
+            area = 8 + 220 * np.asarray(tokens) / sum(tokens)
+            axes.plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1)
+            axes.scatter(x, y, area, color=look["color"], marker=look["marker"], alpha=0.8, label=run.name)
+    axes.set(xlabel="mean gate of the bin", ylabel="share of its targets in context")
+    axes.legend(loc="lower right")
     return figure
 
 
-def _text_chart(c: Comparison, wide: bool) -> Figure:  # noqa: ARG001 - not shown on phones
+def _text_chart(c: Comparison) -> Figure:
     width, size, row = 96, 7.5, 0
     cells: list[tuple[int, int, str, float, str]] = []
     for excerpt in c.excerpts:
         for run, reading in _readings(c, excerpt):
-            cells.append((row, 0, f"{excerpt.document}, copied by {run.name}", 0.0, "bold"))
+            cells.append((row, 0, f"{excerpt.document}: the darker, the more {run.name} copied", 0.0, "bold"))
             row, column = row + 1, 0
             for text, tint in zip(token_texts(excerpt.pieces), reading.responsibility, strict=True):
-                for part in re.findall(r"\n|[^\n]", text.replace("\t", "    ")):
+                for part in re.findall(r"\n|[^\n]{1,8}", text.replace("\t", "    ")):
+                    if part == "\n" or column + len(part) > width:
+                        row, column = row + 1, 0
                     if part != "\n":
                         cells.append((row, column, part, tint or 0.0, "normal"))
-                        column += 1
-                    if part == "\n" or column == width:
-                        row, column = row + 1, 0
+                        column += len(part)
             row += 2
-    figure = Figure(figsize=((width + 2) * 0.602 * size / 72, row * 1.4 * size / 72), layout="none")
+    figure = Figure(figsize=((width + 2) * 0.602 * size / 72, row * 1.4 * size / 72))
+    figure.set_layout_engine("none")
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-1, width + 1), ylim=(row, -0.5))
     axes.axis("off")
     for y, x, text, tint, weight in cells:
         axes.add_patch(Rectangle((x, y), len(text), 1, color=_TINT, alpha=tint, linewidth=0))
-        axes.text(
-            x,
-            y + 0.5,
-            text,
-            family="DejaVu Sans Mono",
-            size=size,
-            va="center_baseline",
-            weight=weight,
-            parse_math=False,
-        )
+        axes.text(x, y + 0.5, text, family="DejaVu Sans Mono", size=size, va="center_baseline", weight=weight)
     return figure

@@ -125,8 +125,8 @@ class RunDirectory:
         last = max((row["step"] for row in read_rows(self.metrics_file)), default=0)
         if last > every:
             raise UserError(
-                f"{self.path} has metrics up to step {last} but no checkpoint to go on from, and starting over "
-                "would delete them; choose another run_dir or remove that folder"
+                f"{self.path} has metrics up to step {last} but no checkpoint to go on from, and starting "
+                "over would delete them; choose another run_dir or remove that folder"
             )
 
     def write_setup(self, config: Config, tokenizer_proto: bytes, details: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = self.signal or signal.Signals(number)
@@ -62,6 +62,6 @@ class StopAgreement:
         if not self._several:
             return self._request.signal is not None
         mine = np.full((1,), self._request.signal is not None, np.int32)
-        flags = jax.make_array_from_callback(self._shape, self._sharding, lambda index: mine)
+        flags = jax.make_array_from_callback(self._shape, self._sharding, lambda _: mine)
         previous, self._pending = self._pending, self._any(flags)
         return previous is not None and bool(previous)

@@ -1,5 +1,7 @@
 """Packed rows: every token a target once an epoch, documents apart, random access."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -62,7 +64,7 @@ def test_each_epoch_predicts_every_token_of_every_document_once_and_in_order(len
             assert np.diff(np.flatnonzero(here)).max(initial=1) == 1
         assert not row["copyable"][np.isin(row["tokens"], Ids.control_ids)].any()
         assert row["copyable"][~np.isin(row["tokens"], Ids.control_ids) & (row["segment_ids"] > 0)].all()
-    expected = [(x, y) for d in framed(store) for x, y in zip(d, d[1:], strict=False)]
+    expected = [(x, y) for d in framed(store) for x, y in itertools.pairwise(d)]
     # Every (token, next token) of a document is there exactly once, and nothing across documents.
     assert sorted(pairs) == sorted(expected)
     assert bos == len(lengths)

@@ -217,7 +217,14 @@ def test_every_parameter_has_logical_axes_and_gets_a_gradient():
 
 def test_the_copy_head_is_light():
     """At the 135M shape it adds less than 1% parameters."""
-    shape = dict(vocabulary_size=49152, width=576, layers=30, heads=9, kv_heads=3, mlp_width=1536)
+    shape = {
+        "vocabulary_size": 49152,
+        "width": 576,
+        "layers": 30,
+        "heads": 9,
+        "kv_heads": 3,
+        "mlp_width": 1536,
+    }
     baseline = parameter_count(define_model(ModelConfig(**shape, copy_head=None)).shapes)
     ours = parameter_count(define_model(ModelConfig(**shape)).shapes)
     assert 134e6 < baseline < 136e6
