@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from cplm_jax.config import check_path
 from cplm_jax.config_loading import help_text, load_config, to_yaml
 from cplm_jax.errors import MACHINE_ERROR_STATUS, USER_ERROR_STATUS, MachineError, UserError, nearest
 
@@ -74,6 +75,13 @@ def quickstart_command(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _path(word: str) -> str:
+    try:
+        return check_path(word)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{word!r}: {e}") from e
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports mistakes as :class:`UserError`, with the nearest option."""
 
@@ -97,12 +105,12 @@ def eval_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm eval``: measures a trained model on its held-out text."""
     parser = _Parser("eval", "Measures a trained model on the held-out text of its run.")
     parser.add_argument(
-        "--checkpoint", required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
+        "--checkpoint", type=_path, required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
     )
     parser.add_argument(
         "--suites", default="validation,copying", help="comma-separated (default: %(default)s)"
     )
-    parser.add_argument("--output", metavar="FILE.json", help="also write the figures as JSON")
+    parser.add_argument("--output", type=_path, metavar="FILE.json", help="also write the figures as JSON")
     options = parser.parse(arguments)
     from cplm_jax.evaluation.suites import check_suites, evaluate, table
     from cplm_jax.loading import load_model
@@ -122,10 +130,13 @@ def compare_command(arguments: Sequence[str]) -> int:
     parser = _Parser(
         "compare", "Compares two finished runs that saw the same batches, and writes a report on them."
     )
-    parser.add_argument("run_a", metavar="RUN_A", help="run directory")
-    parser.add_argument("run_b", metavar="RUN_B", help="another; a baseline may come first or last")
+    parser.add_argument("run_a", type=_path, metavar="RUN_A", help="run directory")
+    parser.add_argument(
+        "run_b", type=_path, metavar="RUN_B", help="another; a baseline may come first or last"
+    )
     parser.add_argument(
         "--output",
+        type=_path,
         metavar="DIR",
         help="folder for report.html, .md, .json and PNG files (default: the folder of both runs)",
     )
@@ -145,7 +156,7 @@ def generate_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm generate``: continues a prompt."""
     parser = _Parser("generate", "Continues a prompt, and prints prompt and continuation.")
     parser.add_argument(
-        "--checkpoint", required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
+        "--checkpoint", type=_path, required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
     )
     parser.add_argument(
         "--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input"
@@ -167,17 +178,27 @@ def generate_command(arguments: Sequence[str]) -> int:
 
     settings = (options.max_tokens, options.temperature, options.top_k, options.top_p, options.seed)
     check_arguments(*settings)
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = _prompt(options.prompt)
     print(prompt + generate(load_model(options.checkpoint), prompt, *settings))
     return 0
+
+
+def _prompt(option: str) -> str:
+    where, data = "", os.fsencode(option)
+    if option == "-":
+        where, data = " -: standard input", sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UserError(f"--prompt{where}: byte {e.start} is not valid UTF-8; give it text in UTF-8") from e
 
 
 def export_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm export``: writes a model without its training state."""
     parser = _Parser("export", "Writes a trained model without its training state.")
-    parser.add_argument("--checkpoint", required=True, metavar="RUN", help="run directory")
+    parser.add_argument("--checkpoint", type=_path, required=True, metavar="RUN", help="run directory")
     parser.add_argument("--format", choices=("orbax",), default="orbax", help="(default: %(default)s)")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--output", type=_path, required=True, metavar="DIR", help="folder to make")
     options = parser.parse(arguments)
     from cplm_jax.interop.export import export_orbax
     from cplm_jax.loading import load_model
@@ -194,9 +215,9 @@ def check_output_file(path: str) -> None:
     if os.path.isdir(path):
         raise UserError(f"--output {path}: it is a folder; give a file")
     if not os.path.isdir(folder):
-        raise UserError(f"--output {path}: the folder {folder} does not exist")
+        raise UserError(f"--output {path}: the folder {folder} does not exist; make it first")
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise UserError(f"--output {path}: cannot be written")
+        raise UserError(f"--output {path}: cannot be written; choose another file")
 
 
 def write_output_file(path: str, text: str) -> None:
@@ -228,6 +249,9 @@ def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> in
         return USER_ERROR_STATUS
     except MachineError as e:
         print(f"error: {e}", file=sys.stderr)
+        return MACHINE_ERROR_STATUS
+    except OSError as e:  # what user input can cause is a UserError; a full disk or a lost one is left
+        print(f"error: {e}; what was saved before is intact", file=sys.stderr)
         return MACHINE_ERROR_STATUS
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -7,24 +7,40 @@ them. Loading and merging live in :mod:`cplm_jax.config_loading`.
 from __future__ import annotations
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+# Sizes and counts end up in 32-bit shapes and counters.
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-AxisSize = Annotated[int, Field(ge=-1)]
+AxisSize = Annotated[int, Field(ge=-1, lt=2**31)]
+
+
+def check_path(value: str) -> str:
+    """Returns ``value``. Raises :class:`ValueError` if it can name no file."""
+    if not value:
+        raise ValueError("the path is empty")
+    if "\0" in value:
+        raise ValueError("a path cannot contain a NUL character")
+    try:
+        Path(value).expanduser()
+    except RuntimeError as e:
+        raise ValueError("the home folder it starts with does not exist") from e
+    return value
 
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Strings = Annotated[list[str], BeforeValidator(_listed)]
+PathText = Annotated[str, AfterValidator(check_path)]
+Paths = Annotated[list[PathText], BeforeValidator(_listed)]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -84,11 +100,11 @@ class ModelConfig:
 class DataConfig:
     """The corpus, its tokenizer and how documents are packed."""
 
-    paths: Strings = field(default_factory=list)
+    paths: Paths = field(default_factory=list)
     """Documents to train on: files, folders or globs. A `.jsonl` file holds a document a line,
     any other file is one document of UTF-8 text. `python:stdlib` stands for the source of the
     running Python's standard library, without its tests."""
-    validation_paths: Strings = field(default_factory=list)
+    validation_paths: Paths = field(default_factory=list)
     """Held-out documents; if empty, `validation_fraction` of `paths` is held out."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of documents held out by a hash of their identifier, which never moves a document
@@ -97,15 +113,15 @@ class DataConfig:
     """Field of a JSONL record that holds the text."""
     id_field: str | None = None
     """Field of a JSONL record that identifies the document; null uses file name and line."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """A sentencepiece model; null trains a BPE model on the training documents."""
-    tokenizer_vocabulary_size: Annotated[int, Field(ge=300)] = 4096
+    tokenizer_vocabulary_size: Annotated[int, Field(ge=300, lt=2**31)] = 4096
     """Pieces of the tokenizer that is trained when `tokenizer` is null."""
-    tokenizer_sample_bytes: Positive = 100_000_000
+    tokenizer_sample_bytes: Annotated[int, Field(gt=0, lt=2**63)] = 100_000_000
     """Bytes of training text, from the start of the corpus, that a tokenizer is trained on."""
-    sequence_length: Annotated[int, Field(ge=2)] = 256
+    sequence_length: Annotated[int, Field(ge=2, lt=2**31)] = 256
     """Length T of a packed row, in tokens."""
-    cache_dir: str = "~/.cache/cplm_jax"
+    cache_dir: PathText = "~/.cache/cplm_jax"
     """Folder for trained tokenizers and tokenised documents, keyed by content."""
     prefetch: NonNegative = 4
     """Batches prepared ahead of the training step; 0 prepares each when it is asked for."""
@@ -207,7 +223,7 @@ class TrainConfig:
 class Config:
     """A training run."""
 
-    run_dir: str | None = None
+    run_dir: PathText | None = None
     """Folder of the run (configuration, tokenizer, metrics, checkpoints). Running the same
     command again continues what is there."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

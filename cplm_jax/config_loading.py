@@ -89,7 +89,7 @@ def type_name(annotation: Any) -> str:
     if typing.get_origin(bare) is typing.Literal:
         name = "|".join(map(str, typing.get_args(bare)))
     elif typing.get_origin(bare) is list:
-        name = "list of " + typing.get_args(bare)[0].__name__
+        name = "list of " + type_name(typing.get_args(bare)[0])
     elif dataclasses.is_dataclass(bare):
         name = "section"
     else:
@@ -120,17 +120,21 @@ def _unknown_key(path: str, where: str) -> UserError:
 def _read_yaml(file: str, source: _Source) -> dict[str, Any]:
     """Reads one YAML file into a nested dict and records the line of every key."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        data = Path(file).read_bytes()
+        text = data.decode("utf-8")
     except OSError as e:
         raise UserError(f"--config {file}: cannot read it: {e.strerror or e}") from e
     except UnicodeDecodeError as e:
-        raise UserError(f"--config {file}: not UTF-8 text (byte {e.start})") from e
+        line = data.count(b"\n", 0, e.start) + 1
+        raise UserError(f"{file}:{line}: not UTF-8 text ({e.reason}); save the file as UTF-8") from e
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{file}{line}: not valid YAML: {getattr(e, 'problem', None) or e}") from e
+    except yaml.reader.ReaderError as e:
+        line = text.count("\n", 0, e.position) + 1
+        raise UserError(f"{file}:{line}: not valid YAML: {e.reason}") from e
+    except yaml.MarkedYAMLError as e:
+        line = e.problem_mark.line + 1 if e.problem_mark is not None else 1
+        raise UserError(f"{file}:{line}: not valid YAML: {e.problem}") from e
     if root is None:
         return {}
     constructor = yaml.SafeLoader("")
@@ -139,7 +143,12 @@ def _read_yaml(file: str, source: _Source) -> dict[str, Any]:
         if not isinstance(node, yaml.MappingNode):
             if prefix == "":
                 raise UserError(f"{file}:1: expected `key: value` lines at the top level of a configuration")
-            return constructor.construct_object(node, deep=True)
+            try:
+                return constructor.construct_object(node, deep=True)
+            except (yaml.YAMLError, ValueError) as e:  # an unknown tag, or a date that does not exist
+                line = node.start_mark.line + 1
+                reason = getattr(e, "problem", None) or e
+                raise UserError(f"{file}:{line}: {prefix}: not valid YAML: {reason}") from e
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = str(key_node.value)
@@ -256,6 +265,12 @@ def load_config(files: Sequence[str] = (), arguments: Sequence[str] = ()) -> Con
 
 
 def _validate(tree: dict[str, Any], source: _Source) -> Config:
+    for path, info in FIELDS.items():
+        value: Any = tree
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, bool) and _bare(info.type) in (int, float):  # pydantic would take it for 0 or 1
+            raise _bad_value(path, value, "true and false are no numbers", source)
     try:
         return _ADAPTER.validate_python(tree)
     except ValidationError as e:
@@ -265,11 +280,15 @@ def _validate(tree: dict[str, Any], source: _Source) -> Config:
         while path and path not in FIELDS and path not in _SECTIONS:
             # pydantic appends names of union members to the location
             path = path.rpartition(".")[0]
-        expected = type_name(FIELDS[path].type) if path in FIELDS else "a section of `key: value` lines"
-        detail = error["msg"][0].lower() + error["msg"][1:]
-        where = source.of(path)
-        at = where if where == f"--{path}" else f"{where}: {path}"
-        raise UserError(f"{at}: got {error['input']!r}, expected {expected} ({detail})") from None
+        detail = error["msg"].removeprefix("Value error, ")
+        raise _bad_value(path, error["input"], detail[0].lower() + detail[1:], source) from None
+
+
+def _bad_value(path: str, value: Any, detail: str, source: _Source) -> UserError:
+    expected = type_name(FIELDS[path].type) if path in FIELDS else "a section of `key: value` lines"
+    where = source.of(path)
+    at = where if where == f"--{path}" else f"{where}: {path}"
+    return UserError(f"{at}: got {value!r}, expected {expected} ({detail})")
 
 
 def check_combinations(config: Config) -> None:
@@ -292,7 +311,8 @@ def check_combinations(config: Config) -> None:
         )
     if train.batch_size % train.accumulation:
         raise UserError(
-            f"train.accumulation = {train.accumulation} does not divide train.batch_size = {train.batch_size}"
+            f"train.accumulation = {train.accumulation} does not divide train.batch_size = "
+            f"{train.batch_size}; change one of them"
         )
     if mesh.sequence != 1:
         raise UserError(
@@ -300,8 +320,11 @@ def check_combinations(config: Config) -> None:
             "and use mesh.data, mesh.fsdp or mesh.tensor"
         )
     sizes = {name: getattr(mesh, name) for name in ("data", "fsdp", "tensor", "sequence")}
-    if 0 in sizes.values():
-        raise UserError(f"mesh axes must be positive or -1, got {sizes}")
+    for name, size in sizes.items():
+        if size == 0:
+            raise UserError(
+                f"mesh.{name} = 0: the size of an axis must be positive or -1 (all remaining devices)"
+            )
     if list(sizes.values()).count(-1) > 1:
         raise UserError(f"only one mesh axis may be -1 (all remaining devices), got {sizes}")
     if not data.validation_paths and data.validation_fraction == 0:

@@ -22,6 +22,14 @@ class MachineError(Exception):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what a library's error says about its innermost cause, shortened."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """Returns ``"; did you mean 'x'?"`` for the candidate closest to ``name``, or ``""``."""
     candidates = list(candidates)

@@ -1,5 +1,6 @@
 """Opens a trained model: from a run directory or from an export."""
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from cplm_jax.models.decoder import Decoder, ModelDefinition, define_model
 from cplm_jax.sharding import make_mesh, shardings
 from cplm_jax.training.checkpointing import Checkpointer
 from cplm_jax.training.run_directory import RunDirectory
+from cplm_jax.training.setup import resolve_vocabulary
 
 
 class LoadedModel(NamedTuple):
@@ -59,19 +61,27 @@ def load_model(path: str | Path, mesh: Mesh | None = None) -> LoadedModel:
       UserError: if the path holds neither, or what it holds is damaged.
     """
     run = RunDirectory(path)
-    if not run.path.is_dir():
-        raise UserError(f"checkpoint {path}: no such folder")
+    if not os.path.isdir(run.path):
+        raise UserError(f"checkpoint {path}: no such folder; give a run directory or an export")
     exported = is_export(run.path)
     if not exported and not run.has_checkpoints():
-        raise UserError(f"checkpoint {path}: neither a run with checkpoints nor an export")
-    for needed in (run.config_file, run.tokenizer_file):
+        raise UserError(
+            f"checkpoint {path}: neither a run with checkpoints nor an export; give the run_dir of a "
+            "training, or what `cplm export` wrote"
+        )
+    for needed in (run.config_file, run.tokenizer_file, run.details_file):
         if not needed.exists():
-            raise UserError(f"checkpoint {path}: {needed.name} is missing")
+            raise UserError(
+                f"checkpoint {path}: {needed.name} is missing; restore the file, or use another run directory"
+            )
     config = load_config([str(run.config_file)])
     tokenizer = Tokenizer.load(run.tokenizer_file)
     details = run.details()
-    if details.get("tokenizer_sha256", tokenizer.sha256) != tokenizer.sha256:
-        raise UserError(f"{run.tokenizer_file}: not the tokenizer this model was trained with")
+    if details["tokenizer_sha256"] != tokenizer.sha256:
+        raise UserError(
+            f"{run.tokenizer_file}: not the tokenizer this model was trained with; restore the file"
+        )
+    config = resolve_vocabulary(config, tokenizer.size)
     definition = define_model(config.model)
     if mesh is None:
         mesh = make_mesh(MeshConfig(data=1))

@@ -1,14 +1,15 @@
 """The device mesh and the one table of rules that maps logical axes to its axes."""
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cplm_jax.config import Config, MeshConfig
-from cplm_jax.errors import UserError
+from cplm_jax.errors import UserError, first_line
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 
@@ -62,7 +63,7 @@ def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
       UserError: if the axes do not fit the devices.
     """
     sizes = [getattr(config, axis) for axis in AXES]
-    fixed = int(np.prod([s for s in sizes if s != -1]))
+    fixed = math.prod(s for s in sizes if s != -1)
     shown = ", ".join(f"mesh.{axis} = {size}" for axis, size in zip(AXES, sizes, strict=True))
     if -1 in sizes:
         if devices % fixed or devices < fixed:
@@ -78,20 +79,36 @@ def mesh_shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def devices() -> list[jax.Device]:
+    """Returns the devices present, of all processes.
+
+    Raises:
+      UserError: if JAX_PLATFORMS names a backend that is not there.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as e:  # the latter where no backend of the list is installed
+        reason = first_line(e) if str(e) else "none is installed"
+        raise UserError(
+            f"no usable device for JAX_PLATFORMS = {os.environ.get('JAX_PLATFORMS')!r}: {reason}; install "
+            "JAX for that device, or unset JAX_PLATFORMS to use what is there"
+        ) from e
+
+
 def make_mesh(config: MeshConfig) -> Mesh:
     """Builds the mesh of the configuration on the devices present.
 
     Raises:
       UserError: if the axes do not fit the devices, or leave devices of other processes unused.
     """
-    shape = mesh_shape(config, jax.device_count())
-    size = int(np.prod(shape))
-    if size != jax.device_count() and jax.process_count() > 1:
+    present = devices()
+    shape = mesh_shape(config, len(present))
+    size = math.prod(shape)
+    if size != len(present) and jax.process_count() > 1:
         raise UserError(
-            f"the mesh uses {size} of {jax.device_count()} devices, but with several processes it must "
-            "use all"
+            f"the mesh uses {size} of {len(present)} devices, but with several processes it must use all"
         )
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.devices()[:size])
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=present[:size])
 
 
 def check_divisible(logical_axes: Any, shapes: Any, mesh: Mesh, config: Config) -> None:
@@ -108,7 +125,7 @@ def check_divisible(logical_axes: Any, shapes: Any, mesh: Mesh, config: Config) 
     """
 
     def ways(axis: str | None) -> int:
-        return int(np.prod([mesh.shape[m] for m in RULES.get(axis or "", ())]))
+        return math.prod(mesh.shape[m] for m in RULES.get(axis or "", ()))
 
     def walk(axes: Any, node: Any) -> None:
         if isinstance(axes, Mapping):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from cplm_jax.data.sources import Document, SourceFile, is_held_out, list_files,
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from cplm_jax.errors import UserError
 
-_FORMAT = 1  # raise when the files below or the way text becomes tokens change
+_FORMAT = 2  # raise when the files below or the way text becomes tokens change
+_CHECKSUMS = "checksums.json"
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ def load_corpus(config: DataConfig, report: Callable[[str], None] = lambda _: No
     both = {f.path.resolve() for f in files} & {f.path.resolve() for f in held_out_files or ()}
     if both:
         raise UserError(
-            f"{min(both)} is in data.paths and in data.validation_paths; held-out text must not train"
+            f"{min(both)} is in data.paths and in data.validation_paths; held-out text must not train, so "
+            "take it out of one of them"
         )
 
     def side(validation: bool) -> Iterator[Document]:
@@ -84,15 +87,13 @@ def load_corpus(config: DataConfig, report: Callable[[str], None] = lambda _: No
     fingerprint = _fingerprint(side)
     cache = Path(config.cache_dir).expanduser()
     if config.tokenizer is not None:
-        tokenizer = Tokenizer.load(config.tokenizer)
+        tokenizer = Tokenizer.load(config.tokenizer, "data.tokenizer")
     else:
         tokenizer = _cached_tokenizer(
             cache, fingerprint, config, lambda: (d.text for d in side(False)), report
         )
     key = _digest([_FORMAT, fingerprint, tokenizer.sha256])
-    folder = _made_once(
-        cache / "tokens" / key, lambda target: _tokenise(target, side, tokenizer, report), "data.cache_dir"
-    )
+    folder = _made_once(cache / "tokens" / key, lambda target: _tokenise(target, side, tokenizer, report))
     return Corpus(tokenizer, _open(folder / "train"), _open(folder / "validation"), fingerprint)
 
 
@@ -146,28 +147,61 @@ def _cached_tokenizer(
         tokenizer = train_tokenizer(texts(), config.tokenizer_vocabulary_size, config.tokenizer_sample_bytes)
         (target / "tokenizer.model").write_bytes(tokenizer.proto)
 
-    return Tokenizer.load(_made_once(cache / "tokenizers" / key, make, "data.cache_dir") / "tokenizer.model")
+    return Tokenizer.load(_made_once(cache / "tokenizers" / key, make) / "tokenizer.model")
 
 
-def _made_once(folder: Path, make: Callable[[Path], None], field: str) -> Path:
-    """Fills ``folder`` by ``make`` if it does not exist; whole or not at all, whoever else does the same."""
-    if folder.exists():
+def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Fills ``folder`` by ``make`` if it does not exist; whole or not at all, whoever else does the same.
+
+    Raises:
+      UserError: if it cannot be made, or is there but not as it was made.
+    """
+    if os.path.exists(folder):
+        _check_unchanged(folder)
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         target = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     except OSError as e:
-        raise UserError(f"{field}: cannot write to {folder.parent}: {e.strerror or e}") from e
+        raise UserError(
+            f"data.cache_dir: cannot write to {folder.parent}: {e.strerror or e}; choose another folder"
+        ) from e
     try:
         make(target)
+        (target / _CHECKSUMS).write_text(json.dumps(_checksums(target)), encoding="utf-8")
         try:
             os.rename(target, folder)
         except OSError:
-            if not folder.exists():  # else another process was first, with the same content
+            if not os.path.exists(folder):  # else another process was first, with the same content
                 raise
     finally:
         shutil.rmtree(target, ignore_errors=True)
     return folder
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    def crc32(path: Path) -> int:
+        value = 0
+        with open(path, "rb") as file:
+            while chunk := file.read(2**22):
+                value = zlib.crc32(chunk, value)
+        return value
+
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != _CHECKSUMS)
+    return {p.relative_to(folder).as_posix(): crc32(p) for p in files}
+
+
+def _check_unchanged(folder: Path) -> None:
+    # A token id beyond the vocabulary, or another one within it, would train without a sign of it.
+    try:
+        unchanged = json.loads((folder / _CHECKSUMS).read_bytes()) == _checksums(folder)
+    except (OSError, ValueError):
+        unchanged = False
+    if not unchanged:
+        raise UserError(
+            f"data.cache_dir: {folder} is damaged, its files are not what was written; delete that folder, "
+            "and it will be made anew"
+        )
 
 
 def _tokenise(
@@ -195,16 +229,9 @@ def _tokenise(
 
 
 def _open(folder: Path) -> TokenStore:
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        offsets = np.load(folder / "offsets.npy")
-        tokens: np.ndarray = np.zeros(0, meta["dtype"])
-        if offsets[-1]:  # an empty file cannot be mapped
-            tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
-        if len(tokens) != offsets[-1] or len(meta["ids"]) != len(offsets) - 1:
-            raise ValueError("lengths do not agree")
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(
-            f"{folder}: the cached tokens are damaged ({e}); delete {folder.parent} to make them anew"
-        ) from e
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    offsets = np.load(folder / "offsets.npy")
+    tokens: np.ndarray = np.zeros(0, meta["dtype"])
+    if offsets[-1]:  # an empty file cannot be mapped
+        tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
     return TokenStore(tokens, offsets, meta["ids"], meta["bytes"])

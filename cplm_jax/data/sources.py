@@ -75,10 +75,9 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
             continue
         root = Path(pattern).expanduser()
         matches: list[tuple[Path, str]]
-        if root.is_dir():
-            matches = [(p, p.relative_to(root).as_posix()) for p in root.rglob("*") if p.is_file()]
-            matches = [(p, n) for p, n in matches if not any(part.startswith(".") for part in n.split("/"))]
-        elif root.exists():
+        if os.path.isdir(root):
+            matches = [(p, p.relative_to(root).as_posix()) for p in _files_below(root, field)]
+        elif os.path.isfile(root):
             matches = [(root, root.name)]
         else:
             literal = []
@@ -97,6 +96,16 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
         for path, name in matches:
             found.setdefault(path, name)
     return sorted((SourceFile(p, n) for p, n in found.items()), key=lambda f: (f.name, str(f.path)))
+
+
+def _files_below(root: Path, field: str) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{field}: cannot read {error.filename}: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if os.path.isfile(path))
 
 
 def read_documents(files: Sequence[SourceFile], config: DataConfig) -> Iterator[Document]:
@@ -146,10 +155,12 @@ def _read_jsonl(file: SourceFile, config: DataConfig) -> Iterator[Document]:
 def _parse_record(line: bytes, where: str, default_id: str, config: DataConfig) -> Document:
     try:
         record = json.loads(_decode(line, where))
-    except json.JSONDecodeError as e:
-        raise UserError(f"{where}: not valid JSON: {e.msg} (column {e.colno})") from e
+    except (ValueError, RecursionError) as e:  # a syntax error, or a number or nesting beyond Python's limits
+        raise UserError(f"{where}: not valid JSON: {e}; a .jsonl file holds one JSON object a line") from e
     if not isinstance(record, dict):
-        raise UserError(f"{where}: expected a JSON object, got {type(record).__name__}")
+        raise UserError(
+            f"{where}: expected a JSON object with a field {config.text_field!r}, got {type(record).__name__}"
+        )
 
     def text_of(field: str, setting: str) -> str:
         if field not in record:

@@ -32,37 +32,42 @@ class Tokenizer:
 
     def __init__(self, proto: bytes, where: str = "tokenizer"):
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto)
+            # Sentencepiece takes no bytes for no argument, and then answers everything with 0.
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto or b"-")
             self.size = self._processor.get_piece_size()
         except RuntimeError as e:
-            raise UserError(f"{where}: not a sentencepiece model") from e
-        if not self.size:
-            raise UserError(f"{where}: not a sentencepiece model")
+            raise UserError(f"{where}: not a sentencepiece model, or a damaged one") from e
         p = self._processor
         self.proto = proto
         self.sha256 = hashlib.sha256(proto).hexdigest()
         self.bos_id, self.eos_id, self.pad_id = p.bos_id(), p.eos_id(), p.pad_id()
         for name, value in (("BOS", self.bos_id), ("EOS", self.eos_id)):
             if value < 0:
-                raise UserError(f"{where}: the model has no {name} token, which separates documents")
+                raise UserError(
+                    f"{where}: the model has no {name} token, which separates documents; use another, or "
+                    "null to train one"
+                )
         if self.pad_id < 0:
             self.pad_id = self.eos_id  # padding is masked everywhere, so any id serves
         ids = range(self.size)
         self.control_ids = tuple(i for i in ids if p.is_control(i) or p.is_unknown(i))
         byte_pieces = {int(p.id_to_piece(i)[3:5], 16): i for i in ids if p.is_byte(i)}
         if len(byte_pieces) != 256:
-            raise UserError(f"{where}: the model has no byte fallback, so it cannot spell every text")
+            raise UserError(
+                f"{where}: the model has no byte fallback, so it cannot spell every text; use one that was "
+                "trained with --byte_fallback, or null to train one"
+            )
         self._space_ids = [byte_pieces[b] for b in _SPACE_BYTES]
         self._bytes = [self._piece_bytes(i) for i in ids]
 
     @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """Loads a ``.model`` file. Raises :class:`UserError` if it is missing or not one."""
+    def load(cls, path: str | Path, name: str = "tokenizer") -> "Tokenizer":
+        """Loads a ``.model`` file. Raises :class:`UserError`, with ``name``, if it is missing or not one."""
         try:
             proto = Path(path).expanduser().read_bytes()
         except OSError as e:
-            raise UserError(f"tokenizer {path}: cannot read it: {e.strerror or e}") from e
-        return cls(proto, f"tokenizer {path}")
+            raise UserError(f"{name} {path}: cannot read it: {e.strerror or e}") from e
+        return cls(proto, f"{name} {path}")
 
     def _piece_bytes(self, i: int) -> bytes:
         if i in self.control_ids:

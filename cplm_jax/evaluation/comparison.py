@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,7 @@ from cplm_jax.training.run_directory import RunDirectory, read_rows
 # With these, the documents and the tokenizer equal, two runs see the same batches in the same order.
 _SAME = ("seed", "data.sequence_length", "train.steps", "train.batch_size", "model.vocabulary_size")
 
-EXCERPTS, EXCERPT_TOKENS, SHORTEST_EXCERPT, ROWS_LOOKED_AT = 3, 200, 32, 200
-COPYABLE_SHARE = 0.5
+EXCERPTS, EXCERPT_TOKENS, SHORTEST_EXCERPT, ROWS_LOOKED_AT, COPYABLE_SHARE = 3, 200, 32, 200, 0.5
 
 
 @dataclass(frozen=True)
@@ -253,15 +254,13 @@ def _open_both(run_a: Path, run_b: Path) -> list[_Opened]:
     paths = [RunDirectory(p).path.resolve() for p in (run_a, run_b)]
     if paths[0] == paths[1]:
         raise UserError(f"{run_a} and {run_b} are the same run; give two")
-    depth = 1
-    while paths[0].parts[-depth:] == paths[1].parts[-depth:]:
-        depth += 1
+    depth = next(n for n in itertools.count(1) if paths[0].parts[-n:] != paths[1].parts[-n:])
     return [_open(path, "/".join(path.parts[-depth:])) for path in paths]
 
 
 def _open(path: Path, name: str) -> _Opened:
     run = RunDirectory(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UserError(f"{path}: no such folder; give the folder of a run (--run_dir of its training)")
     if is_export(path):
         raise UserError(f"{path}: an export has no metrics; give the run directory it was made from")
@@ -282,15 +281,13 @@ def _check_comparable(a: _Opened, b: _Opened) -> None:
     for o in (a, b):
         steps, validations = o.config.train.steps, o.rows["validation"]
         if o.checkpoint < steps:
-            problems.append(
-                f"{o.name} is not finished: its checkpoints end at step {o.checkpoint} of {steps}"
-            )
+            problems.append(f"{o.name} is not finished: it was saved at step {o.checkpoint} of {steps}")
         elif not validations or validations[-1]["step"] != steps:
             problems.append(f"{o.name} has no validation of step {steps}, its last, in metrics.jsonl")
     different = {"corpus_fingerprint": "documents, or their split,", "tokenizer_sha256": "tokenizers"}
     for key, what in different.items():
         x, y = (str(o.details.get(key)) for o in (a, b))
-        if x != y or key not in a.details:
+        if x != y:
             problems.append(f"the {what} differ: {key} is {x[:12]} in {a.name}, {y[:12]} in {b.name}")
     fields = [*_SAME, "evaluation.batches"]
     if a.config.evaluation.batches is not None:  # else every held-out token counts once, in whatever batches
@@ -315,9 +312,9 @@ def _differences(reference: Config, candidate: Config) -> tuple[Difference, ...]
 
 def _figures(o: _Opened, result: dict[str, Any]) -> RunFigures:
     measured = {**result["copying"], **result["validation"]}
-    names = [f.name for f in dataclasses.fields(Point)]
 
     def curve(split: str) -> tuple[Point, ...]:
+        names = [f.name for f in dataclasses.fields(Point)]
         return tuple(Point(**{name: row[name] for name in names if name in row}) for row in o.rows[split])
 
     def median(name: str) -> float | None:
@@ -342,17 +339,19 @@ def _figures(o: _Opened, result: dict[str, Any]) -> RunFigures:
 def _held_out(config: Config, corpus: Corpus) -> tuple[int, list[_Passage]]:
     """Counts the documents validation reads and picks the excerpts, without looking at a model.
 
-    The rows are cut into equal stretches. Each gives the first document part that is of a document
-    not shown yet and whose tokens are to :data:`COPYABLE_SHARE` repeated; failing that, the nearest.
+    The rows are cut into stretches; each gives its first document part, of a document not shown yet,
+    of whose targets :data:`COPYABLE_SHARE` occur earlier in it; failing that, the nearest to it.
     """
     rows = PackedRows(corpus.validation, corpus.tokenizer, config.data.sequence_length, None, "held-out")
-    used, limit = rows.rows_per_epoch, config.evaluation.batches
-    if limit is not None:
-        used = min(used, limit * config.evaluation.batch_size)
+    total, limit = rows.rows_per_epoch, config.evaluation.batches
+    used = total if limit is None else min(total, limit * config.evaluation.batch_size)
+    measured = np.arange(used) * total // used  # as validation_batches takes them
     lengths = np.diff(corpus.validation.offsets) + 2  # BOS and EOS
     starts = np.cumsum(lengths) - lengths
+    first, last = starts // rows.sequence_length, (starts + lengths - 2) // rows.sequence_length
+    read = np.searchsorted(measured, first, "left") < np.searchsorted(measured, last, "right")
     chosen: list[_Passage] = []
-    for stretch in np.array_split(np.arange(used), EXCERPTS):
+    for stretch in np.array_split(measured, EXCERPTS):
         shown = {p.document for p in chosen}
         ranked = [
             (len(p.in_context) < SHORTEST_EXCERPT, p.document in shown, -min(p.copyable, COPYABLE_SHARE), p)
@@ -360,7 +359,7 @@ def _held_out(config: Config, corpus: Corpus) -> tuple[int, list[_Passage]]:
             for p in _parts(rows, int(number), starts)
         ]
         chosen += [best[-1] for best in sorted(ranked, key=lambda entry: entry[:-1])[:1]]
-    return int(np.sum(starts < used * rows.sequence_length)), chosen
+    return int(np.sum(read)), chosen
 
 
 def _parts(rows: PackedRows, number: int, starts: np.ndarray) -> Iterator[_Passage]:

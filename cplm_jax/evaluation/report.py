@@ -39,7 +39,6 @@ METRICS = (
     *("gate", "gate_in_context", "gate_novel", "responsibility", "responsibility_in_context"),
 )
 PARTIAL = "\N{MIDDLE DOT}"
-"""Shown for a token that ends inside a character; the token that completes the character shows it."""
 
 _OPEN, _CLOSE = "\N{MATHEMATICAL LEFT ANGLE BRACKET}", "\N{MATHEMATICAL RIGHT ANGLE BRACKET}"
 # Characters that draw nothing, or that reorder what follows them.
@@ -65,7 +64,7 @@ _STYLE: Any = {
     "axes.titlelocation": "left",
     "axes.grid": True,
     "grid.color": "#e4e4e4",
-    "legend.frameon": False,
+    "legend.edgecolor": "none",
     "figure.constrained_layout.use": True,
     "svg.hashsalt": "cplm_jax",
     "text.parse_math": False,  # names and text may have dollars
@@ -86,25 +85,21 @@ def default_output(run_a: Path, run_b: Path) -> Path:
 
 
 def check_output(folder: Path) -> None:
-    """Makes the folder of a report, if need be.
+    """Checks that a report can be written to a folder, which need not exist yet.
 
     Raises:
-      UserError: if it cannot be written, or holds files of these names that no report wrote.
+      UserError: if it cannot be made or written, or holds files of these names that no report wrote.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--output {folder}: cannot make this folder: {e.strerror or e}") from e
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--output {folder}: cannot be written")
+    existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.exists(p))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--output {folder}: {existing} is no folder that can be written to")
     there = [name for name in FILES if (folder / name).exists()]
     try:
         ours = json.loads((folder / "report.json").read_text(encoding="utf-8"))["format"] == FORMAT
     except (OSError, ValueError, LookupError, TypeError):
         ours = False
     if there and not ours:
-        names = ", ".join(there)
-        raise UserError(f"--output {folder}: {names} is no earlier report's; choose another folder")
+        raise UserError(f"--output {folder}: {', '.join(there)} is not of a report; choose another folder")
 
 
 def write_report(comparison: Comparison, output: Path) -> Path:
@@ -126,6 +121,7 @@ def write_report(comparison: Comparison, output: Path) -> Path:
     files["report.md"] = render_markdown(comparison).encode("utf-8")
     files["report.html"] = render_html(comparison).encode("utf-8")
     try:
+        output.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_atomically(output / name, content)
         for name in set(FILES) - files.keys():
@@ -302,22 +298,26 @@ def _image(draw: Callable[[bool], Figure], wide: bool, kind: str) -> bytes:
     return out.getvalue()
 
 
+def _label(run: RunFigures) -> str:
+    return run.name if len(run.name) <= 20 else "\N{HORIZONTAL ELLIPSIS}" + run.name[-19:]
+
+
 def _series(points: Sequence[Point], name: str) -> tuple[list[int], list[float]]:
     values = [getattr(p, name) for p in points]
     return [p.tokens for p in points], [math.nan if v is None else v for v in values]
 
 
-def _finish(axes: Axes, title: str) -> None:
-    """Labels a panel over tokens; its height leaves out the first tenth, which would squeeze the rest."""
+def _finish(axes: Axes, title: str, room: float = 0.0) -> None:
+    """Labels a panel. Its height leaves out the first tenth, adding ``room``, a share, for the legend."""
     lines = [line.get_xydata() for line in axes.lines]
     points = [(x, y) for line in lines for x, y in np.asarray(line, float) if not math.isnan(y)]
     last = max((x for x, _ in points), default=1.0)
     late = [y for x, y in points if x >= last / 10] or [0.0]
     margin = 0.07 * (max(late) - min(late)) or 0.1
     axes.set(title=title, xlabel="target tokens trained on", xlim=(0, 1.03 * last))
-    axes.set_ylim(min(late) - margin, max(late) + margin)
+    axes.set_ylim(min(late) - margin - room * (max(late) - min(late)), max(late) + margin)
     axes.xaxis.set_major_formatter(EngFormatter(sep="\N{NO-BREAK SPACE}"))
-    axes.legend()
+    axes.legend(loc="lower right" if room else "best").set_in_layout(False)
 
 
 def _loss_chart(c: Comparison, wide: bool) -> Figure:
@@ -325,7 +325,7 @@ def _loss_chart(c: Comparison, wide: bool) -> Figure:
     axes = figure.add_subplot()
     for run, look in zip((c.reference, c.candidate), _LOOKS, strict=True):
         axes.plot(*_series(run.train, "loss"), color=look["color"], linewidth=0.7, alpha=0.5)
-        axes.plot(*_series(run.validation, "loss"), label=f"validation, {run.name}", **look)
+        axes.plot(*_series(run.validation, "loss"), label=f"validation, {_label(run)}", **look)
     _finish(axes, "Loss, nats per token (thin: training)")
     reach = c.candidate_reach
     if reach.tokens is not None:
@@ -334,8 +334,7 @@ def _loss_chart(c: Comparison, wide: bool) -> Figure:
         axes.plot(*path, color="black", linewidth=1, linestyle=":")
         text = ("at most " if reach.at_first_validation else "") + f"{reach.share:.2f} of the tokens"
         side = "right" if reach.tokens > c.reference.tokens / 2 else "left"
-        offset = (-4 if side == "right" else 4, 5)
-        axes.annotate(text, (reach.tokens, low), offset, textcoords="offset points", ha=side, fontsize=8)
+        axes.text(reach.tokens, low, f" {text} ", ha=side, va="bottom", fontsize=8)
     return figure
 
 
@@ -345,7 +344,7 @@ def _context_chart(c: Comparison, wide: bool) -> Figure:
     names = ("loss_in_context", "loss_novel", "loss")
     for axes, name, title in zip(panels, names, ("Loss in context", "Loss on novel targets"), strict=False):
         for run, look in zip((c.reference, c.candidate), _LOOKS, strict=True):
-            axes.plot(*_series(run.validation, name), label=run.name, **look)
+            axes.plot(*_series(run.validation, name), label=_label(run), **look)
         _finish(axes, title)
     reference = {p.step: p for p in c.reference.validation}
     candidate = [p for p in c.candidate.validation if p.step in reference]
@@ -353,8 +352,8 @@ def _context_chart(c: Comparison, wide: bool) -> Figure:
         tokens, theirs = _series(candidate, name)
         _, ours = _series([reference[p.step] for p in candidate], name)
         panels[2].plot(tokens, np.subtract(theirs, ours), label=label, markersize=3.5, **look)
-    panels[2].axhline(0, color="black", linewidth=0.8)
-    _finish(panels[2], f"Difference to {c.reference.name}")
+    panels[2].plot([0, c.candidate.tokens], [0, 0], color="black", linewidth=0.8)
+    _finish(panels[2], f"Difference to {_label(c.reference)}", room=0.45)
     return figure
 
 
@@ -363,12 +362,11 @@ def _calibration_chart(c: Comparison) -> Figure:
     axes = figure.add_subplot(aspect="equal", xlim=(-0.04, 1.04), ylim=(-0.04, 1.04))
     axes.plot([0, 1], [0, 1], color="#999999", linewidth=0.8)
     for run, look in zip((c.reference, c.candidate), _LOOKS, strict=True):
-        bins = run.calibration
-        x, y, tokens = ([b[key] for b in bins] for key in ("gate", "copyable", "tokens"))
-        if bins:
+        x, y, tokens = ([b[key] for b in run.calibration] for key in ("gate", "copyable", "tokens"))
+        if tokens:
             area = 8 + 220 * np.asarray(tokens) / sum(tokens)
             axes.plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1)
-            axes.scatter(x, y, area, color=look["color"], marker=look["marker"], alpha=0.8, label=run.name)
+            axes.scatter(x, y, area, color=look["color"], marker=look["marker"], alpha=0.8, label=_label(run))
     axes.set(xlabel="mean gate of the bin", ylabel="share of its targets in context")
     axes.legend(loc="lower right")
     return figure
@@ -379,7 +377,8 @@ def _text_chart(c: Comparison) -> Figure:
     cells: list[tuple[int, int, str, float, str]] = []
     for excerpt in c.excerpts:
         for run, reading in _readings(c, excerpt):
-            cells.append((row, 0, f"{excerpt.document}: the darker, the more {run.name} copied", 0.0, "bold"))
+            title = f"{excerpt.document}: darker where {_label(run)} copied more"
+            cells.append((row, 0, title[-width:], 0.0, "bold"))
             row, column = row + 1, 0
             for text, tint in zip(token_texts(excerpt.pieces), reading.responsibility, strict=True):
                 for part in re.findall(r"\n|[^\n]{1,8}", text.replace("\t", "    ")):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import orbax.checkpoint as ocp
 
 from cplm_jax.config_loading import to_yaml
-from cplm_jax.errors import MachineError, UserError
-from cplm_jax.training.checkpointing import checksums, first_line
+from cplm_jax.errors import MachineError, UserError, first_line
+from cplm_jax.training.checkpointing import checksums, silence_abandoned_transfers
 
 if TYPE_CHECKING:
     from cplm_jax.loading import LoadedModel
@@ -36,6 +36,7 @@ def export_orbax(model: "LoadedModel", output: str | Path) -> Path:
         target = Path(tempfile.mkdtemp(prefix=output.name + ".", dir=output.parent))
     except OSError as e:
         raise UserError(f"--output {output}: cannot write there: {e.strerror or e}") from e
+    silence_abandoned_transfers()
     try:
         (target / "config.yaml").write_text(to_yaml(model.config), encoding="utf-8")
         (target / "tokenizer.model").write_bytes(model.tokenizer.proto)
@@ -68,12 +69,15 @@ def restore_export(
     Raises:
       UserError: if the export is damaged or of another model.
     """
+    silence_abandoned_transfers()
     try:
         record = details["export"]
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore(path.absolute() / _PARAMS, abstract)
         if checksums(params) != record["checksums"]:
             raise ValueError("its parameters are not what was saved")
+        return params, int(record["step"]), int(record["tokens"])
     except Exception as e:  # Orbax and TensorStore raise bare exceptions of many kinds
-        raise UserError(f"{path}: the export is damaged or of another model ({first_line(e)})") from e
-    return params, record["step"], record["tokens"]
+        raise UserError(
+            f"{path}: the export is damaged or of another model ({first_line(e)}); export the run again"
+        ) from e

@@ -1,6 +1,10 @@
 """Orbax checkpoints of a run: parameters, optimizer, step, random state, data position."""
 
+import asyncio
+import json
 import logging
+import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from cplm_jax.errors import MachineError, UserError
+from cplm_jax.errors import MachineError, UserError, first_line
 from cplm_jax.training.step import Params, TrainState
 
-# Orbax reports at INFO and WARNING what is routine here (single host, default options).
-logging.getLogger("absl").setLevel(logging.ERROR)
+# Orbax reports at INFO and WARNING what is routine here (single host, default options), and at ERROR,
+# with tracebacks, what it then raises.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,16 @@ def checksums(tree: Any) -> dict[str, int]:
     return {jax.tree_util.keystr(path): int(s) for (path, _), s in zip(leaves, sums, strict=True)}
 
 
+@jax.jit
+def all_finite(tree: Any) -> jax.Array:
+    """Returns whether no element of a tree of arrays is NaN or infinite."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
+
+
+def _record_checksum(record: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode("utf-8"))
+
+
 class Checkpointer:
     """Saves and restores the state of a run under ``RUN/checkpoints/<step>/``.
 
@@ -58,6 +73,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: Path, keep: int | None):
+        silence_abandoned_transfers()
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(
             self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
@@ -81,6 +97,7 @@ class Checkpointer:
             "data": progress.data,
             "checksums": {"params": checksums(state.params), "optimizer": checksums(rest)},
         }
+        record["checksum"] = _record_checksum(record)
         try:
             self._manager.save(
                 step,
@@ -115,7 +132,7 @@ class Checkpointer:
           UserError: if it is damaged or does not fit ``abstract``.
         """
         step = self._newest()
-        record = self._read(step, "progress", ocp.args.JsonRestore())
+        record = self._read_record(step)
         params = self._read_params(step, abstract.params, record)
         rest = {"optimizer": abstract.optimizer, "step": abstract.step, "key": abstract.key}
         rest = self._read(step, "optimizer", ocp.args.StandardRestore(rest))
@@ -128,7 +145,7 @@ class Checkpointer:
     def restore_params(self, abstract: Params) -> tuple[Params, int, int]:
         """Restores the newest parameters alone; returns them, their step and the tokens seen."""
         step = self._newest()
-        record = self._read(step, "progress", ocp.args.JsonRestore())
+        record = self._read_record(step)
         return self._read_params(step, abstract, record), step, record["tokens"]
 
     def _newest(self) -> int:
@@ -136,6 +153,14 @@ class Checkpointer:
         if step is None:
             raise UserError(f"{self.folder} has no checkpoint")
         return step
+
+    def _read_record(self, step: int) -> dict[str, Any]:
+        record = self._read(step, "progress", ocp.args.JsonRestore())
+        if isinstance(record, dict):
+            saved = record.pop("checksum", None)
+            if saved == _record_checksum(record):
+                return record
+        raise self._damaged(step, "progress is not what was saved")
 
     def _read_params(self, step: int, abstract: Params, record: dict[str, Any]) -> Params:
         params = self._read(step, "params", ocp.args.StandardRestore(abstract))
@@ -159,7 +184,7 @@ class Checkpointer:
         advice = (
             f"move it away to go on from step {others[-1]}"
             if others
-            else "there is no other checkpoint; move it away to start over"
+            else "there is no other checkpoint; start over in another run_dir"
         )
         return UserError(
             f"{self.folder / str(step)}: the checkpoint is damaged or of another model ({reason}); {advice}"
@@ -170,7 +195,20 @@ class Checkpointer:
         self._manager.close()
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error of a library, shortened."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+_report_unraisable = sys.unraisablehook
+
+
+def _report_all_but_abandoned(unraisable: Any) -> None:
+    to_nobody = str(unraisable.exc_value) == "Event loop is closed"
+    if not (to_nobody or asyncio.iscoroutine(unraisable.object)):
+        _report_unraisable(unraisable)
+
+
+def silence_abandoned_transfers() -> None:
+    """Keeps a failure from being drowned in tracebacks; to be called before Orbax reads or writes.
+
+    Orbax transfers arrays concurrently and gives up at the first failure. Python then prints a
+    traceback for each of the other transfers, when it ends or is collected.
+    """
+    sys.unraisablehook = _report_all_but_abandoned
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)

@@ -10,9 +10,10 @@ import jax
 
 from cplm_jax.config import Config
 from cplm_jax.data.pipeline import TrainingBatches, validation_batches
-from cplm_jax.errors import MachineError, UserError
+from cplm_jax.errors import MachineError, UserError, first_line
 from cplm_jax.evaluation.validation import Validator
-from cplm_jax.training.checkpointing import Checkpointer, Progress
+from cplm_jax.sharding import devices
+from cplm_jax.training.checkpointing import Checkpointer, Progress, all_finite
 from cplm_jax.training.metrics import MetricsWriter, ProgressBar, say
 from cplm_jax.training.run_directory import RunDirectory
 from cplm_jax.training.setup import Setup, initialize_processes, set_up
@@ -56,12 +57,19 @@ def train(config: Config) -> Result:
         raise UserError("run_dir is not set; give the folder of the run, as in --run_dir runs/first")
     run = RunDirectory(config.run_dir)
     initialize_processes(config.mesh)
+    devices()
     leader = jax.process_index() == 0
     with run.locked() if leader else contextlib.nullcontext():
         setup = set_up(config, say if leader else lambda _: None)
         run.check_continuation(setup.config, setup.corpus.fingerprint, setup.corpus.tokenizer.sha256)
         with StopRequest() as request:
-            return _Run(setup, run, request, leader).go()
+            try:
+                return _Run(setup, run, request, leader).go()
+            except jax.errors.JaxRuntimeError as e:
+                raise MachineError(
+                    f"the device failed: {first_line(e)}; if it ran out of memory, raise train.accumulation "
+                    f"or lower train.batch_size. What was saved in {run.checkpoints} is intact"
+                ) from e
 
 
 class _Run:
@@ -100,6 +108,7 @@ class _Run:
                 state, progress = checkpointer.restore(self.trainer.abstract_state)
                 self.tokens = progress.tokens
                 self.batches.set_state(progress.data)
+                self.details = {**self.run.details(), **self.details, "checkpointed": True}
             self._write_setup()
             writer = MetricsWriter(self.run, start, self.config.logging.tensorboard, self.leader)
             bar = ProgressBar(self.run.path.name, start, self.config.train.steps, self.leader)
@@ -134,6 +143,8 @@ class _Run:
             if not (stopping or validating or saving):
                 continue
             recorder.flush()
+            if not all_finite(state):
+                raise self.diverged(f"the parameters or the optimizer state after step {step} are not finite")
             if validating and not stopping:
                 stopping = not self._validate(state, step)
             if stopping:
@@ -141,7 +152,7 @@ class _Run:
             if saving:
                 self._save(state, step)
             recorder.restart_clock()
-        self.checkpointer.wait()
+        self._finish_saving()
         return Result(Outcome.FINISHED, steps)
 
     def _compile(self) -> Any:
@@ -176,6 +187,8 @@ class _Run:
         found = self.validator(state.params, batches, lambda: self.request.signal is not None and not several)
         if found is None:
             return False
+        if not math.isfinite(found["loss"]):
+            raise self.diverged(f"the validation loss of step {step} is {found['loss']}")
         self._write({"split": "validation", "step": step, "tokens": self.tokens, **found})
         return True
 
@@ -186,11 +199,29 @@ class _Run:
     def _save(self, state: TrainState, step: int) -> None:
         # The rows up to this step must survive whatever the checkpoint survives.
         self.writer.sync()
+        self._note_checkpoint()
         self.checkpointer.save(step, state, Progress(self.tokens, self.batches.get_state()))
+
+    def _finish_saving(self) -> None:
+        self.checkpointer.wait()
+        self._note_checkpoint()
+
+    def _note_checkpoint(self) -> None:
+        # A run without checkpoints was killed before its first one, or has lost them: run.json tells which.
+        if not self.details.get("checkpointed") and self.run.has_checkpoints():
+            self.details["checkpointed"] = True
+            self._write_setup()
+
+    def diverged(self, what: str) -> MachineError:
+        """Returns the error of a state that is no use, neither to validate nor to save."""
+        return MachineError(
+            f"{what}; nothing was saved from there on. Lower optimizer.learning_rate, and go on from the "
+            f"newest checkpoint in {self.run.checkpoints}, or start over in another run_dir"
+        )
 
     def _stop(self, state: TrainState, step: int) -> Result:
         self._save(state, step)
-        self.checkpointer.wait()
+        self._finish_saving()
         by = f" by {self.request.signal.name}" if self.request.signal is not None else ""
         self.bar.say(f"stopped{by} and saved at step {step}; run the same command again to go on")
         return Result(Outcome.STOPPED, step, self.request.signal)
@@ -230,11 +261,7 @@ class _StepRecorder:
         run = self._run
         run.tokens += tokens
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise MachineError(
-                f"the loss of step {step} is {loss} and its gradient norm {norm}; "
-                "nothing was saved from there on. Lower optimizer.learning_rate, and go on from the newest "
-                f"checkpoint in {run.run.checkpoints}, or start over in another run_dir"
-            )
+            raise run.diverged(f"the loss of step {step} is {loss} and its gradient norm {norm}")
         rate = self._window_tokens / self._seconds
         run.bar.advance(loss, rate)
         if step % run.config.logging.every and step != run.config.train.steps:

@@ -77,17 +77,23 @@ class RunDirectory:
         return self.checkpoints.is_dir() and any(p.name.isdigit() for p in self.checkpoints.iterdir())
 
     def details(self) -> dict[str, Any]:
-        """Returns the content of run.json; empty if there is none.
+        """Returns the content of run.json.
 
         Raises:
-          UserError: if the file is damaged.
+          UserError: if the file is missing or damaged.
         """
+        reason = "it is not what a run writes"
         try:
-            return dict(json.loads(self.details_file.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as e:
-            raise UserError(f"{self.details_file}: cannot read it: {e}") from e
+            details = json.loads(self.details_file.read_bytes())
+            if isinstance(details, dict) and {"corpus_fingerprint", "tokenizer_sha256"} <= details.keys():
+                return details
+        except OSError as e:
+            reason = e.strerror or str(e)
+        except ValueError as e:
+            reason = f"it is no JSON: {e}"
+        raise UserError(
+            f"{self.details_file}: cannot use it: {reason}; restore the file, or use another run directory"
+        )
 
     def check_continuation(self, config: Config, corpus_fingerprint: str, tokenizer_sha256: str) -> None:
         """Checks that the run that is here may go on under ``config``.
@@ -98,16 +104,18 @@ class RunDirectory:
         if not self.has_checkpoints():
             self._check_fresh_start()
             return
-        if not self.config_file.exists():
+        if not os.path.exists(self.config_file):
             raise UserError(
                 f"{self.path} has checkpoints but no config.yaml, so it cannot be told whether they belong "
                 "to this run; choose another run_dir"
             )
         old, details = load_config([str(self.config_file)]), self.details()
+        if os.path.exists(self.metrics_file):
+            read_rows(self.metrics_file)
         changed = [f"{k}: {a!r} -> {b!r}" for k, (a, b) in differences(old, config, FREE_TO_CHANGE).items()]
-        if details.get("tokenizer_sha256") != tokenizer_sha256:
+        if details["tokenizer_sha256"] != tokenizer_sha256:
             changed.append("the tokenizer is another one (data.tokenizer)")
-        if details.get("corpus_fingerprint") != corpus_fingerprint:
+        if details["corpus_fingerprint"] != corpus_fingerprint:
             changed.append("the documents of data.paths or data.validation_paths changed")
         if changed and not config.checkpoint.allow_changed_config:
             listed = "\n  ".join(changed)
@@ -118,41 +126,57 @@ class RunDirectory:
             )
 
     def _check_fresh_start(self) -> None:
-        """Refuses to start over on top of a run whose checkpoints were taken away."""
-        if not (self.metrics_file.exists() and self.config_file.exists()):
+        """Refuses to start on top of another project, or of a run whose checkpoints were taken away.
+
+        A run that was killed before its first checkpoint starts over.
+        """
+        if os.path.exists(self.details_file):
+            if self.details().get("checkpointed"):
+                raise UserError(
+                    f"{self.path} holds a run without the checkpoints it had, and starting over would delete "
+                    "its metrics; put them back, choose another run_dir or remove that folder"
+                )
             return
-        every = load_config([str(self.config_file)]).checkpoint.every
-        last = max((row["step"] for row in read_rows(self.metrics_file)), default=0)
-        if last > every:
+        ours = (self.config_file, self.tokenizer_file, self.metrics_file)
+        taken = [file.name for file in ours if os.path.lexists(file)]
+        if taken or (os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir()):
             raise UserError(
-                f"{self.path} has metrics up to step {last} but no checkpoint to go on from, and starting "
-                "over would delete them; choose another run_dir or remove that folder"
+                f"{self.path} has {', '.join(taken) or self.checkpoints.name} but no run.json, so it is not "
+                "the folder of a run, and a run would overwrite that; choose another run_dir"
             )
 
     def write_setup(self, config: Config, tokenizer_proto: bytes, details: dict[str, Any]) -> None:
-        """Writes config.yaml, tokenizer.model and run.json."""
+        """Writes run.json, which marks the folder as a run's, then config.yaml and tokenizer.model."""
+        write_atomically(self.details_file, (json.dumps(details, indent=2) + "\n").encode("utf-8"))
         write_atomically(self.config_file, to_yaml(config).encode("utf-8"))
         write_atomically(self.tokenizer_file, tokenizer_proto)
-        write_atomically(self.details_file, (json.dumps(details, indent=2) + "\n").encode("utf-8"))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Reads metrics.jsonl; a last line that a kill cut short is left out.
 
     Raises:
-      UserError: if another line is not a JSON object with a step.
+      UserError: if another line is not a JSON object with a step and a split.
     """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
     rows = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            row["step"] + 0
-        except (ValueError, TypeError, KeyError) as e:
+            row = json.loads(line, parse_constant=refuse)
+        except ValueError:
+            row = None
+        if not (isinstance(row, dict) and isinstance(row.get("step"), int) and "split" in row):
             if number == len(lines):
                 break
-            raise UserError(f"{path}:{number}: not a row of metrics") from e
+            raise UserError(
+                f"{path}:{number}: not a row of metrics, which is a JSON object with a split and a step; "
+                "mend or remove that line"
+            )
         rows.append(row)
     return rows

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from cplm_jax.config import Config, MeshConfig
 from cplm_jax.data.corpus import Corpus, load_corpus
 from cplm_jax.data.packing import PackedRows
-from cplm_jax.errors import UserError
+from cplm_jax.errors import UserError, first_line
 from cplm_jax.models.decoder import ModelDefinition, define_model, parameter_count
 from cplm_jax.sharding import check_divisible, make_mesh
 
@@ -75,7 +75,7 @@ def initialize_processes(config: MeshConfig) -> None:
         )
     except (ValueError, RuntimeError) as e:
         raise UserError(
-            f"mesh.distributed = true, but the processes could not be joined ({str(e).splitlines()[0]}); set "
+            f"mesh.distributed = true, but the processes could not be joined ({first_line(e)}); set "
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or mesh.distributed to false"
         ) from e
 
@@ -91,10 +91,7 @@ def set_up(config: Config, report: Callable[[str], None] = lambda _: None) -> Se
       UserError: for anything that cannot work, before compilation.
     """
     initialize_processes(config.mesh)
-    try:
-        mesh = make_mesh(config.mesh)
-    except RuntimeError as e:  # JAX_PLATFORMS names a backend that is not there
-        raise UserError(f"no usable device: {str(e).splitlines()[0]}") from e
+    mesh = make_mesh(config.mesh)
     corpus = load_corpus(config.data, report)
     config = resolve_vocabulary(config, corpus.tokenizer.size)
     definition = define_model(config.model)
