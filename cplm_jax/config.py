@@ -15,10 +15,18 @@ from pydantic.dataclasses import dataclass
 
 _STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
+
+def _fits_float32(value: float) -> float:
+    if value != 0 and not 1.2e-38 < abs(value) < 3.4e38:
+        raise ValueError("the number is beyond the range of float32")
+    return value
+
+
+Number = Annotated[float, AfterValidator(_fits_float32)]
 # Sizes and counts end up in 32-bit shapes and counters.
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**31)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
 AxisSize = Annotated[int, Field(ge=-1, lt=2**31)]
 
 
@@ -56,7 +64,7 @@ class CopyHeadConfig:
     it; `containing`, the one that has read it; `both`, the sum of two projections."""
     width: Positive = 64
     """Width C of copy queries and keys."""
-    gate_bias: float = -1.0
+    gate_bias: Number = -1.0
     """Initial bias of the gate logit (`learned` and `shared_softmax`); below 0 favours the LM
     head at the start."""
 
@@ -81,11 +89,11 @@ class ModelConfig:
     """Inner width of the SwiGLU MLP."""
     tied_embeddings: bool = True
     """Whether the LM head uses the embedding matrix."""
-    rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
+    rope_theta: Annotated[Number, Field(gt=1)] = 10_000.0
     """Base of the rotary position frequencies."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Annotated[Number, Field(gt=0)] = 1e-5
     """Added to the mean square in RMSNorm."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Probability of dropping an element of each attention and MLP output in training."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matrix products. Parameters, log-sum-exps, losses and gradients
@@ -106,7 +114,7 @@ class DataConfig:
     running Python's standard library, without its tests."""
     validation_paths: Paths = field(default_factory=list)
     """Held-out documents; if empty, `validation_fraction` of `paths` is held out."""
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    validation_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.1
     """Share of documents held out by a hash of their identifier, which never moves a document
     from one side to the other. Not used with `validation_paths`."""
     text_field: str = "text"
@@ -131,7 +139,7 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW, its schedule and gradient clipping."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    learning_rate: Annotated[Number, Field(gt=0)] = 3e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """After warm-up: `cosine` decays to the end; `wsd` (warm-up-stable-decay) stays at the peak
@@ -142,15 +150,15 @@ class OptimizerConfig:
     """Share of `train.steps` in which `wsd` decays."""
     final_learning_rate: Fraction = 0.1
     """Learning rate at the last step, as a share of the peak."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     """Decay rate of the gradient's running mean."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.95
     """Decay rate of the squared gradient's running mean."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    epsilon: Annotated[Number, Field(gt=0)] = 1e-8
     """Added to the denominator of Adam's update."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.1
     """Decoupled weight decay of matrices; norms, biases and vectors are not decayed."""
-    gradient_clip: Annotated[float, Field(gt=0)] | None = 1.0
+    gradient_clip: Annotated[Number, Field(gt=0)] | None = 1.0
     """Global norm to which gradients are clipped; null does not clip."""
 
 

@@ -27,7 +27,8 @@ def first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
+    line = lines[0] if lines else type(error).__name__
+    return line if len(line) <= 300 else f"{line[:100]} ... {line[-195:]}"
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -185,6 +185,8 @@ flags("not_a_number", "--optimizer.learning_rate nan", "--optimizer.learning_rat
 flags("infinite", "--optimizer.weight_decay inf", "--optimizer.weight_decay", "'inf'", "finite")
 flags("negative_rate", "--optimizer.learning_rate -0.1", "--optimizer.learning_rate", "greater than 0")
 flags("fraction_of_one", "--data.validation_fraction 1", "--data.validation_fraction", "less than 1")
+flags("too_small_for_float32", "--optimizer.epsilon 1e-50", "--optimizer.epsilon", "'1e-50'", "float32")
+flags("too_large_for_float32", "--model.copy_head.gate_bias -1e39", "--model.copy_head.gate_bias", "float32")
 flags("seed_negative", "--seed -1", "--seed", "'-1'", "greater than or equal to 0")
 flags("seed_huge", "--seed 99999999999", "--seed", "'99999999999'", "less than")
 flags("number_beyond_machine_words", f"--model.width {10**30}", "--model.width", str(10**30), "less than")
@@ -581,6 +583,12 @@ def run_dir_holds_another_project(world: World) -> Sequence[str]:
 @case("{tmp}/other", "tokenizer.model", "another run_dir")
 def run_dir_holds_a_tokenizer(world: World) -> Sequence[str]:
     world.write("other/tokenizer.model", "their own\n")
+    return ["--run_dir", str(world.tmp / "other")]
+
+
+@case("{tmp}/other", "checkpoints", "another run_dir")
+def run_dir_with_a_file_for_checkpoints(world: World) -> Sequence[str]:
+    world.write("other/checkpoints", "their own\n")
     return ["--run_dir", str(world.tmp / "other")]
 
 

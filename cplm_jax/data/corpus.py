@@ -16,7 +16,7 @@ import numpy as np
 from cplm_jax.config import DataConfig
 from cplm_jax.data.sources import Document, SourceFile, is_held_out, list_files, read_documents
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
-from cplm_jax.errors import UserError
+from cplm_jax.errors import MachineError, UserError
 
 _FORMAT = 2  # raise when the files below or the way text becomes tokens change
 _CHECKSUMS = "checksums.json"
@@ -155,6 +155,7 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
     Raises:
       UserError: if it cannot be made, or is there but not as it was made.
+      MachineError: if writing fails half-way.
     """
     if os.path.exists(folder):
         _check_unchanged(folder)
@@ -169,11 +170,10 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     try:
         make(target)
         (target / _CHECKSUMS).write_text(json.dumps(_checksums(target)), encoding="utf-8")
-        try:
-            os.rename(target, folder)
-        except OSError:
-            if not os.path.exists(folder):  # else another process was first, with the same content
-                raise
+        os.rename(target, folder)
+    except OSError as e:
+        if not os.path.exists(folder):  # else another process was first, with the same content
+            raise MachineError(f"data.cache_dir: cannot write to {folder}: {e.strerror or e}") from e
     finally:
         shutil.rmtree(target, ignore_errors=True)
     return folder

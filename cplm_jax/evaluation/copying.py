@@ -46,7 +46,19 @@ class TokenReport(NamedTuple):
 
 
 def token_report(definition: ModelDefinition, params: Any, batch: Batch) -> TokenReport:
-    """Computes the report of a batch from the full distribution of the mixture; jit-able."""
+    """Computes the report of a batch from the full distribution of the mixture; jit-able.
+
+    Rows are computed one after the other, since each takes several arrays of (length, vocabulary).
+    """
+
+    def one_row(row: Batch) -> TokenReport:
+        report = _rows_report(definition, params, jax.tree.map(lambda x: x[None], row))
+        return jax.tree.map(lambda x: x[0], report)
+
+    return jax.lax.map(one_row, batch)
+
+
+def _rows_report(definition: ModelDefinition, params: Any, batch: Batch) -> TokenReport:
     copy_head = definition.config.copy_head
     gate = "learned" if copy_head is None else copy_head.gate
     outputs = definition.bind(params)(batch.tokens, batch.segment_ids, batch.positions, batch.copyable)

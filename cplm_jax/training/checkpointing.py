@@ -120,10 +120,12 @@ class Checkpointer:
     def _failure(self, step: int | None, error: Exception) -> MachineError:
         finished = sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit())
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-        return MachineError(
-            f"{which} could not be written to {self.folder}: {first_line(error)}; "
-            + (f"the last good one is of step {finished[-1]}" if finished else "there is none yet")
+        outlook = (
+            f"the last good one is of step {finished[-1]}, and the same command goes on from there"
+            if finished
+            else "there is none yet, and the same command starts over"
         )
+        return MachineError(f"{which} could not be written to {self.folder}: {first_line(error)}; {outlook}")
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Progress]:
         """Restores the newest checkpoint onto the shardings of ``abstract``.
@@ -191,8 +193,11 @@ class Checkpointer:
         )
 
     def close(self) -> None:
-        """Waits for background saves and releases the folder."""
-        self._manager.close()
+        """Waits for background saves and releases the folder. Raises :class:`MachineError` if one failed."""
+        try:
+            self._manager.close()
+        except Exception as e:
+            raise self._failure(None, e) from e
 
 
 _report_unraisable = sys.unraisablehook

@@ -1,14 +1,48 @@
 """metrics.jsonl, TensorBoard and the progress bar."""
 
+import contextlib
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+from tensorboardX.summary import scalar
 from tqdm import tqdm
 
+from cplm_jax.errors import MachineError
 from cplm_jax.training.run_directory import RunDirectory, read_rows, write_atomically
+
+
+class _Board:
+    """A TensorBoard event file; of earlier files, TensorBoard then shows the steps before ``first_step``.
+
+    Written where it is called: tensorboardX's own writer does it in a thread, and once that has
+    failed (a full disk), its callers wait for ever.
+    """
+
+    def __init__(self, folder: Path, first_step: int):
+        folder.mkdir(exist_ok=True)
+        self._events = EventsWriter(str(folder / "events"))
+        self._write(first_step, session_log=SessionLog(status=SessionLog.START))
+
+    def _write(self, step: int, **content: Any) -> None:
+        self._events.write_event(Event(step=step, wall_time=time.time(), **content))
+
+    def write(self, row: dict[str, Any]) -> None:
+        for name, value in row.items():
+            if name not in ("split", "step"):
+                self._write(row["step"], summary=scalar(f"{row['split']}/{name}", value))
+
+    def flush(self) -> None:
+        self._events.flush()
+
+    def close(self) -> None:
+        self._events.close()
 
 
 class MetricsWriter:
@@ -27,38 +61,51 @@ class MetricsWriter:
             kept = [row for row in read_rows(run.metrics_file) if row["step"] <= resume_step]
         self.validated = {row["step"] for row in kept if row["split"] == "validation"}
         self._file = self._board = None
+        self._folder = run.path
         if not leader:
             return
-        write_atomically(run.metrics_file, b"".join(_line(row) for row in kept))
-        self._file = open(run.metrics_file, "ab")  # noqa: SIM115 - open until close()
-        if tensorboard:
-            self._board = SummaryWriter(str(run.tensorboard), purge_step=resume_step + 1)
+        with self._writing():
+            write_atomically(run.metrics_file, b"".join(_line(row) for row in kept))
+            self._file = open(run.metrics_file, "ab")  # noqa: SIM115 - open until close()
+            if tensorboard:
+                self._board = _Board(run.tensorboard, resume_step + 1)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise MachineError(
+                f"metrics could not be written to {self._folder}: {e.strerror or e}; what was saved before "
+                "is intact, and the same command goes on from there"
+            ) from e
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row, which has ``split`` and ``step``."""
-        if self._file is not None:
-            self._file.write(_line(row))
-            self._file.flush()
+        """Appends one row, which has ``split`` and ``step``. Raises :class:`MachineError` if it cannot."""
+        with self._writing():
+            if self._file is not None:
+                self._file.write(_line(row))
+                self._file.flush()
+            if self._board is not None:
+                self._board.write(row)
         if row["split"] == "validation":
             self.validated.add(row["step"])
-        if self._board is not None:
-            for name, value in row.items():
-                if name not in ("split", "step"):
-                    self._board.add_scalar(f"{row['split']}/{name}", value, row["step"])
 
     def sync(self) -> None:
         """Makes the rows durable; called before a checkpoint that counts on them."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-        if self._board is not None:
-            self._board.flush()
+        with self._writing():
+            if self._file is not None:
+                os.fsync(self._file.fileno())
+            if self._board is not None:
+                self._board.flush()
 
     def close(self) -> None:
         """Closes the files."""
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        with self._writing():
+            if self._file is not None:
+                self._file.close()
+            if self._board is not None:
+                self._board.close()
 
 
 def _line(row: dict[str, Any]) -> bytes:

@@ -15,7 +15,11 @@ from cplm_jax.errors import UserError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file so that a kill leaves the old content or the new, never a part."""
+    """Writes a file so that a kill leaves the old content or the new, never a part.
+
+    Raises:
+      OSError: naming the file, if it cannot be written.
+    """
     handle, name = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as out:
@@ -24,9 +28,10 @@ def write_atomically(path: Path, data: bytes) -> None:
             os.fsync(out.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
-    except BaseException:
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from e
+    finally:
         Path(name).unlink(missing_ok=True)
-        raise
 
 
 class RunDirectory:
