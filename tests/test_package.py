@@ -17,7 +17,7 @@ FILES = sorted(Path(cplm_jax.__file__).parent.rglob("*.py"))
 def test_public_names_import_with_a_docstring(name):
     thing = getattr(cplm_jax, name)
     assert inspect.getdoc(thing)
-    assert inspect.getdoc(thing) != f"{name}{inspect.signature(thing)}"  # what dataclasses make up
+    assert not inspect.getdoc(thing).startswith(f"{name}(")  # what dataclasses make up
 
 
 def test_unknown_name_is_an_attribute_error():
