@@ -1,6 +1,7 @@
 """Every kind of bad input, as a user types it: exit status 2, one message, nothing lost."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ import sentencepiece
 
 from cplm_jax import cli
 from cplm_jax.config_loading import FIELDS, help_text
+from cplm_jax.training.run_directory import RunDirectory
 from tests.tiny import write_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,6 +172,7 @@ add("one_dash", Case(lambda w: ["-steps", "5"], ["'-steps'", "--section.field va
 flags("wrong_type", "--train.steps many", "--train.steps", "'many'", "integer")
 flags("fraction_for_integer", "--model.width 32.5", "--model.width", "'32.5'", "integer")
 flags("empty_value", "--train.steps=", "--train.steps", "integer")
+flags("not_a_list", "--data.paths [a,b", "--data.paths", "not a YAML list", "[a,b")
 flags("misspelt_boolean", "--model.tied_embeddings ture", "--model.tied_embeddings", "'ture'", "true|false")
 flags(
     "misspelt_choice",
@@ -216,7 +219,7 @@ yaml("list", "- seed: 2\n", "bad.yaml:1", "`key: value`")
 yaml("scalar_for_section", "seed: 2\nmodel: 5\n", "bad.yaml:2", "model", "got 5", "section")
 yaml("null_for_section", "seed: 2\ntrain:\n", "bad.yaml:2", "train", "section")
 yaml("wrong_type_in_yaml", "train:\n  steps: [5]\n", "bad.yaml:2", "train.steps", "[5]", "integer")
-yaml("boolean_for_number", "train:\n  steps: yes\n", "bad.yaml:2", "train.steps", "True", "integer")
+yaml("boolean_for_number", "train:\n  steps: yes\n", "bad.yaml:2", "train.steps", "true", "integer")
 yaml(
     "boolean_for_rate",
     "optimizer:\n\n  learning_rate: on\n",
@@ -245,7 +248,12 @@ flags(
     "accumulation_does_not_divide", "--train.accumulation 3", "train.accumulation = 3", "train.batch_size = 4"
 )
 flags("warmup_beyond_end", "--optimizer.warmup_steps 15", "optimizer.warmup_steps = 15", "train.steps = 15")
-flags("two_axes_take_the_rest", "--mesh.data -1 --mesh.fsdp -1", "only one mesh axis may be -1")
+flags(
+    "two_axes_take_the_rest",
+    "--mesh.data -1 --mesh.fsdp -1",
+    "mesh.data = -1 and mesh.fsdp = -1",
+    "only one axis",
+)
 flags("axis_of_zero", "--mesh.tensor 0", "mesh.tensor", "0", "positive or -1")
 flags("axis_of_minus_two", "--mesh.tensor -2", "--mesh.tensor", "'-2'", "greater than or equal to -1")
 flags("sequence_axis", "--mesh.sequence 2", "mesh.sequence = 2", "not supported", "set it to 1")
@@ -490,7 +498,21 @@ flags(
     "model.copy_head",
     "--checkpoint.allow_changed_config true",
 )
-flags("model_changed", "--model.width 64 --checkpoint.allow_changed_config true", "{newest}", "another model")
+flags(
+    "model_changed",
+    "--model.width 64 --checkpoint.allow_changed_config true",
+    "{newest}",
+    "another model",
+    "64",
+    "32",
+)
+flags(
+    "copy_head_removed",
+    "--model.copy_head null --checkpoint.allow_changed_config true",
+    "{newest}",
+    "another model",
+    "copy_head",
+)
 flags(
     "corpus_changed",
     "--data.paths {corpus}/0[0-2]*",
@@ -856,6 +878,19 @@ def test_bad_input(name: str, world: World, capfd: pytest.CaptureFixture[str]) -
         assert found, f"no {pattern!r} in the message of {shown}"
     after = snapshot(world.tmp), snapshot(world.corpus)
     assert before == after
+
+
+def test_no_permission(
+    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Root may read everything, so the refusal is made up."""
+
+    def refuse(run: RunDirectory) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run.checkpoints))
+
+    monkeypatch.setattr(RunDirectory, "has_checkpoints", refuse)
+    assert cli.run(cli.eval_command, ["--checkpoint", str(world.run)]) == 2
+    assert f"error: {world.run / 'checkpoints'}: no permission" in capfd.readouterr().err
 
 
 def test_the_world_is_sound(world: World) -> None:
