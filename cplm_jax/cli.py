@@ -89,6 +89,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(prog=f"cplm {name}", description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        """Raises :class:`UserError`, where argparse would print its usage and exit."""
         raise UserError(f"{self.prog}: {message} (--help lists every option)")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
@@ -250,6 +251,9 @@ def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> in
     except MachineError as e:
         print(f"error: {e}", file=sys.stderr)
         return MACHINE_ERROR_STATUS
+    except PermissionError as e:
+        print(f"error: {e.filename}: no permission; grant it or choose another place", file=sys.stderr)
+        return USER_ERROR_STATUS
     except OSError as e:  # what user input can cause is a UserError; a full disk or a lost one is left
         print(f"error: {e}; what was saved before is intact", file=sys.stderr)
         return MACHINE_ERROR_STATUS

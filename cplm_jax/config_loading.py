@@ -97,18 +97,11 @@ def type_name(annotation: Any) -> str:
     return name + ("|null" if _allows_none(annotation) else "")
 
 
-@dataclasses.dataclass
-class _Source:
-    """Where the value at each configuration path was set."""
-
-    where: dict[str, str]
-
-    def of(self, path: str) -> str:
-        while path:
-            if path in self.where:
-                return self.where[path]
-            path = path.rpartition(".")[0]
-        return "the configuration"
+def _place(path: str, places: Mapping[str, str]) -> str:
+    """Returns where the value at a configuration path, or the section around it, was set."""
+    while path and path not in places:
+        path = path.rpartition(".")[0]
+    return places.get(path, "the configuration")
 
 
 def _unknown_key(path: str, where: str) -> UserError:
@@ -117,8 +110,8 @@ def _unknown_key(path: str, where: str) -> UserError:
     )
 
 
-def _read_yaml(file: str, source: _Source) -> dict[str, Any]:
-    """Reads one YAML file into a nested dict and records the line of every key."""
+def _read_yaml(file: str, places: dict[str, str]) -> dict[str, Any]:
+    """Reads one YAML file into a nested dict and records the line of every key in ``places``."""
     try:
         data = Path(file).read_bytes()
         text = data.decode("utf-8")
@@ -158,7 +151,7 @@ def _read_yaml(file: str, source: _Source) -> dict[str, Any]:
                 raise UserError(f"{where}: {path!r} is given twice; remove one of them")
             if path not in FIELDS and path not in _SECTIONS:
                 raise _unknown_key(path, where)
-            source.where[path] = where
+            places[path] = where
             result[key] = construct(value_node, path)
         return result
 
@@ -179,7 +172,7 @@ def _flag_value(info: FieldInfo | None, values: list[str], flag: str) -> Any:
         if len(values) == 1 and values[0].startswith("["):
             try:
                 return yaml.safe_load(values[0])
-            except yaml.YAMLError as e:
+            except (yaml.YAMLError, ValueError) as e:
                 raise UserError(f"{flag}: not a YAML list: {values[0]!r}") from e
         return values
     if len(values) != 1:
@@ -253,24 +246,24 @@ def load_config(files: Sequence[str] = (), arguments: Sequence[str] = ()) -> Con
         of fields that cannot work; it names the file and line, or the flag.
     """
     flag_files, overrides, flag_where = parse_flags(arguments)
-    source = _Source({})
+    places: dict[str, str] = {}
     merged: dict[str, Any] = {}
     for file in [*files, *flag_files]:
-        _merge(merged, _read_yaml(file, source))
+        _merge(merged, _read_yaml(file, places))
     _merge(merged, overrides)
-    source.where.update(flag_where)
-    config = _validate(merged, source)
+    places.update(flag_where)
+    config = _validate(merged, places)
     check_combinations(config)
     return config
 
 
-def _validate(tree: dict[str, Any], source: _Source) -> Config:
+def _validate(tree: dict[str, Any], places: Mapping[str, str]) -> Config:
     for path, info in FIELDS.items():
         value: Any = tree
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         if isinstance(value, bool) and _bare(info.type) in (int, float):  # pydantic would take it for 0 or 1
-            raise _bad_value(path, value, "true and false are no numbers", source)
+            raise _bad_value(path, value, "true and false are no numbers", places)
     try:
         return _ADAPTER.validate_python(tree)
     except ValidationError as e:
@@ -281,14 +274,15 @@ def _validate(tree: dict[str, Any], source: _Source) -> Config:
             # pydantic appends names of union members to the location
             path = path.rpartition(".")[0]
         detail = error["msg"].removeprefix("Value error, ")
-        raise _bad_value(path, error["input"], detail[0].lower() + detail[1:], source) from None
+        raise _bad_value(path, error["input"], detail[0].lower() + detail[1:], places) from None
 
 
-def _bad_value(path: str, value: Any, detail: str, source: _Source) -> UserError:
+def _bad_value(path: str, value: Any, detail: str, places: Mapping[str, str]) -> UserError:
     expected = type_name(FIELDS[path].type) if path in FIELDS else "a section of `key: value` lines"
-    where = source.of(path)
+    where = _place(path, places)
     at = where if where == f"--{path}" else f"{where}: {path}"
-    return UserError(f"{at}: got {value!r}, expected {expected} ({detail})")
+    shown = _shown(value) if value is None or isinstance(value, bool) else repr(value)
+    return UserError(f"{at}: got {shown}, expected {expected} ({detail})")
 
 
 def check_combinations(config: Config) -> None:
@@ -307,7 +301,7 @@ def check_combinations(config: Config) -> None:
     if model.heads % model.kv_heads:
         raise UserError(
             f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
-            "each key/value head serves a whole number of query heads"
+            "each key/value head serves a whole number of query heads, so change one of them"
         )
     if train.batch_size % train.accumulation:
         raise UserError(
@@ -325,8 +319,11 @@ def check_combinations(config: Config) -> None:
             raise UserError(
                 f"mesh.{name} = 0: the size of an axis must be positive or -1 (all remaining devices)"
             )
-    if list(sizes.values()).count(-1) > 1:
-        raise UserError(f"only one mesh axis may be -1 (all remaining devices), got {sizes}")
+    rest = [f"mesh.{name} = -1" for name, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise UserError(
+            f"{' and '.join(rest)}: only one axis may be -1 (all remaining devices); set the others"
+        )
     if not data.validation_paths and data.validation_fraction == 0:
         raise UserError(
             "nothing is held out for validation: set data.validation_paths, or "
@@ -335,7 +332,7 @@ def check_combinations(config: Config) -> None:
     if config.optimizer.warmup_steps >= train.steps:
         raise UserError(
             f"optimizer.warmup_steps = {config.optimizer.warmup_steps} must be below "
-            f"train.steps = {train.steps}"
+            f"train.steps = {train.steps}; change one of them"
         )
 
 

@@ -92,7 +92,7 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
                 if os.path.isfile(m)
             ]
         if not matches:
-            raise UserError(f"{field}: {pattern!r} matches no file (from {os.getcwd()})")
+            raise UserError(f"{field}: {pattern!r} matches no file (from {os.getcwd()}); correct the path")
         for path, name in matches:
             found.setdefault(path, name)
     return sorted((SourceFile(p, n) for p, n in found.items()), key=lambda f: (f.name, str(f.path)))
@@ -165,12 +165,13 @@ def _parse_record(line: bytes, where: str, default_id: str, config: DataConfig) 
     def text_of(field: str, setting: str) -> str:
         if field not in record:
             raise UserError(
-                f"{where}: no field {field!r} ({setting}); "
-                f"the record has {', '.join(map(repr, record)) or 'none'}"
+                f"{where}: no field {field!r} ({setting}); the record has "
+                f"{', '.join(map(repr, record)) or 'none'}; name one of them or mend the record"
             )
         if not isinstance(record[field], str):
             raise UserError(
-                f"{where}: field {field!r} ({setting}) is {type(record[field]).__name__}, not text"
+                f"{where}: field {field!r} ({setting}) is {type(record[field]).__name__}, not text; mend "
+                "the record, or name another field"
             )
         return record[field]
 
@@ -180,7 +181,8 @@ def _parse_record(line: bytes, where: str, default_id: str, config: DataConfig) 
     except UnicodeEncodeError as e:
         # JSON can spell half of a surrogate pair, which is no character
         raise UserError(
-            f"{where}: field {config.text_field!r} has a lone surrogate at character {e.start}"
+            f"{where}: field {config.text_field!r} has half a character (a lone surrogate) at "
+            f"position {e.start}; mend or remove that record"
         ) from e
     document_id = default_id if config.id_field is None else text_of(config.id_field, "data.id_field")
     return Document(document_id, text, where)

@@ -36,7 +36,9 @@ class Tokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto or b"-")
             self.size = self._processor.get_piece_size()
         except RuntimeError as e:
-            raise UserError(f"{where}: not a sentencepiece model, or a damaged one") from e
+            raise UserError(
+                f"{where}: not a sentencepiece model, or a damaged one; give a sentencepiece .model file"
+            ) from e
         p = self._processor
         self.proto = proto
         self.sha256 = hashlib.sha256(proto).hexdigest()
@@ -66,7 +68,9 @@ class Tokenizer:
         try:
             proto = Path(path).expanduser().read_bytes()
         except OSError as e:
-            raise UserError(f"{name} {path}: cannot read it: {e.strerror or e}") from e
+            raise UserError(
+                f"{name} {path}: cannot read it: {e.strerror or e}; give a sentencepiece .model file"
+            ) from e
         return cls(proto, f"{name} {path}")
 
     def _piece_bytes(self, i: int) -> bytes:

@@ -54,6 +54,11 @@ def checksums(tree: Any) -> dict[str, int]:
     return {jax.tree_util.keystr(path): int(s) for (path, _), s in zip(leaves, sums, strict=True)}
 
 
+def _shapes(tree: Any) -> dict[str, list[int]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in leaves}
+
+
 @jax.jit
 def all_finite(tree: Any) -> jax.Array:
     """Returns whether no element of a tree of arrays is NaN or infinite."""
@@ -95,6 +100,7 @@ class Checkpointer:
         record = {
             "tokens": progress.tokens,
             "data": progress.data,
+            "shapes": _shapes(state.params),
             "checksums": {"params": checksums(state.params), "optimizer": checksums(rest)},
         }
         record["checksum"] = _record_checksum(record)
@@ -158,13 +164,21 @@ class Checkpointer:
 
     def _read_record(self, step: int) -> dict[str, Any]:
         record = self._read(step, "progress", ocp.args.JsonRestore())
-        if isinstance(record, dict):
+        if isinstance(record, dict) and {"tokens", "data", "shapes", "checksums"} <= record.keys():
             saved = record.pop("checksum", None)
             if saved == _record_checksum(record):
                 return record
         raise self._damaged(step, "progress is not what was saved")
 
     def _read_params(self, step: int, abstract: Params, record: dict[str, Any]) -> Params:
+        saved, wanted = record["shapes"], _shapes(abstract)
+        for path in {**saved, **wanted}:
+            if saved.get(path) != wanted.get(path):
+                raise UserError(
+                    f"{self.folder / str(step)}: the checkpoint is of another model: the shape of {path} is "
+                    f"{saved.get(path, 'absent')} in it and {wanted.get(path, 'absent')} by the "
+                    "configuration; undo the change of its model, or choose another run_dir"
+                )
         params = self._read(step, "params", ocp.args.StandardRestore(abstract))
         self._verify(step, "params", params, record)
         return params
@@ -188,9 +202,7 @@ class Checkpointer:
             if others
             else "there is no other checkpoint; start over in another run_dir"
         )
-        return UserError(
-            f"{self.folder / str(step)}: the checkpoint is damaged or of another model ({reason}); {advice}"
-        )
+        return UserError(f"{self.folder / str(step)}: the checkpoint is damaged ({reason}); {advice}")
 
     def close(self) -> None:
         """Waits for background saves and releases the folder. Raises :class:`MachineError` if one failed."""

@@ -34,14 +34,17 @@ class _Board:
         self._events.write_event(Event(step=step, wall_time=time.time(), **content))
 
     def write(self, row: dict[str, Any]) -> None:
+        """Writes the values of a row, each under ``split/name``."""
         for name, value in row.items():
             if name not in ("split", "step"):
                 self._write(row["step"], summary=scalar(f"{row['split']}/{name}", value))
 
     def flush(self) -> None:
+        """Makes what was written durable."""
         self._events.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         self._events.close()
 
 
