@@ -173,7 +173,7 @@ def test_occurs_in_context_matches_a_search():
 
 
 def test_training_loss_holds_no_copy_distribution_over_the_vocabulary():
-    """The gradient of the loss path needs the LM head's (N, V) arrays and no more of them with a copy head."""
+    """Its gradient needs the LM head's (N, V) arrays, and no more of them with a copy head."""
     vocabulary = 1013  # prime, so that no other array has it as a dimension
 
     def arrays_of_vocabulary_size(pointer):

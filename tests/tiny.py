@@ -8,7 +8,24 @@ import yaml
 from cplm_jax.config import Config
 from cplm_jax.config_loading import load_config
 
-_WORDS = "def return self value for in range print data index token copy paste model layer batch".split()
+_WORDS = [
+    "def",
+    "return",
+    "self",
+    "value",
+    "for",
+    "in",
+    "range",
+    "print",
+    "data",
+    "index",
+    "token",
+    "copy",
+    "paste",
+    "model",
+    "layer",
+    "batch",
+]
 
 
 def write_corpus(folder: Path, documents: int = 40, seed: int = 0) -> Path:

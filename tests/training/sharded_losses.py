@@ -12,13 +12,13 @@ from pathlib import Path
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # noqa: E402
+import jax
 
-from cplm_jax.data.pipeline import TrainingBatches, validation_batches  # noqa: E402
-from cplm_jax.evaluation.validation import Validator  # noqa: E402
-from cplm_jax.training.setup import set_up  # noqa: E402
-from cplm_jax.training.step import Trainer  # noqa: E402
-from tests.tiny import tiny_config  # noqa: E402
+from cplm_jax.data.pipeline import TrainingBatches, validation_batches
+from cplm_jax.evaluation.validation import Validator
+from cplm_jax.training.setup import set_up
+from cplm_jax.training.step import Trainer
+from tests.tiny import tiny_config
 
 MESHES = {
     "single": {"data": 1},
