@@ -41,8 +41,6 @@ def train_command(arguments: Sequence[str]) -> int:
     result = train(config)
     if result.outcome is Outcome.STOPPED:
         return _status_of_stopped(result)
-    if result.outcome is Outcome.ALREADY_FINISHED:
-        print(f"{config.run_dir} is complete at step {result.step}; nothing left to train", file=sys.stderr)
     print(config.run_dir)
     return 0
 

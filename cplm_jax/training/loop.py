@@ -123,12 +123,13 @@ class _Run:
     def _train(self, state: TrainState, start: int) -> Result:
         steps = self.config.train.steps
         agreement = StopAgreement(self.request, self.setup.mesh)
-        if start > 0:
+        if 0 < start < steps:
             self.bar.say(f"going on from step {start} of {steps}")
         missing = self._validation_due(start) and start not in self.writer.validated
         if missing and not self._validate(state, start):  # it was stopped before it could validate
             return self._stop(state, start)
         if start >= steps:
+            self.bar.say(f"complete at step {start}; nothing left to train")
             return Result(Outcome.FINISHED if missing else Outcome.ALREADY_FINISHED, start)
         train_step = self._compile()
         if agreement.stop():

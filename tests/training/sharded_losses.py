@@ -9,7 +9,11 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Eight devices on two busy cores may take long to meet in a collective, which XLA takes for a deadlock.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_cpu_collective_timeout_seconds=600 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
