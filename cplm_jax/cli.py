@@ -1,6 +1,7 @@
 """The ``cplm`` command."""
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -262,6 +263,9 @@ def run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> in
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs ``cplm COMMAND ...`` and exits."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 gets escapes, not a traceback
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:10} {text}" for name, (_, text) in _COMMANDS.items())

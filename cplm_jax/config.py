@@ -37,6 +37,10 @@ def check_path(value: str) -> str:
     if "\0" in value:
         raise ValueError("a path cannot contain a NUL character")
     try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise ValueError("the path is not UTF-8 text") from e
+    try:
         Path(value).expanduser()
     except RuntimeError as e:
         raise ValueError("the home folder it starts with does not exist") from e
@@ -145,9 +149,9 @@ class OptimizerConfig:
     """After warm-up: `cosine` decays to the end; `wsd` (warm-up-stable-decay) stays at the peak
     and decays linearly over the last `decay_fraction` of the steps."""
     warmup_steps: NonNegative = 20
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up; the first update is at peak / (warmup_steps + 1)."""
     decay_fraction: Fraction = 0.2
-    """Share of `train.steps` in which `wsd` decays."""
+    """Share of `train.steps`, at the end, in which `wsd` decays; 0 stays at the peak."""
     final_learning_rate: Fraction = 0.1
     """Learning rate at the last step, as a share of the peak."""
     beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9

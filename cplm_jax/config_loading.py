@@ -11,6 +11,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from cplm_jax.config import Config
+from cplm_jax.config_checks import check_combinations
 from cplm_jax.errors import UserError, nearest
 
 _ADAPTER = TypeAdapter(Config)
@@ -283,62 +284,6 @@ def _bad_value(path: str, value: Any, detail: str, places: Mapping[str, str]) ->
     at = where if where == f"--{path}" else f"{where}: {path}"
     shown = _shown(value) if value is None or isinstance(value, bool) else repr(value)
     return UserError(f"{at}: got {shown}, expected {expected} ({detail})")
-
-
-def check_combinations(config: Config) -> None:
-    """Raises :class:`UserError` for fields that are each valid but do not fit together."""
-    model, data, train, mesh = config.model, config.data, config.train, config.mesh
-    if model.head_width is None and model.width % model.heads:
-        raise UserError(
-            f"model.heads = {model.heads} does not divide model.width = {model.width}; change one of "
-            "them or set model.head_width"
-        )
-    if head_width(config) % 2:
-        raise UserError(
-            f"the width of an attention head is {head_width(config)}, but rotary positions need an even "
-            "one; change model.width, model.heads or model.head_width"
-        )
-    if model.heads % model.kv_heads:
-        raise UserError(
-            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
-            "each key/value head serves a whole number of query heads, so change one of them"
-        )
-    if train.batch_size % train.accumulation:
-        raise UserError(
-            f"train.accumulation = {train.accumulation} does not divide train.batch_size = "
-            f"{train.batch_size}; change one of them"
-        )
-    if mesh.sequence != 1:
-        raise UserError(
-            f"mesh.sequence = {mesh.sequence}: splitting the context is not supported yet; set it to 1 "
-            "and use mesh.data, mesh.fsdp or mesh.tensor"
-        )
-    sizes = {name: getattr(mesh, name) for name in ("data", "fsdp", "tensor", "sequence")}
-    for name, size in sizes.items():
-        if size == 0:
-            raise UserError(
-                f"mesh.{name} = 0: the size of an axis must be positive or -1 (all remaining devices)"
-            )
-    rest = [f"mesh.{name} = -1" for name, size in sizes.items() if size == -1]
-    if len(rest) > 1:
-        raise UserError(
-            f"{' and '.join(rest)}: only one axis may be -1 (all remaining devices); set the others"
-        )
-    if not data.validation_paths and data.validation_fraction == 0:
-        raise UserError(
-            "nothing is held out for validation: set data.validation_paths, or "
-            "data.validation_fraction above 0"
-        )
-    if config.optimizer.warmup_steps >= train.steps:
-        raise UserError(
-            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} must be below "
-            f"train.steps = {train.steps}; change one of them"
-        )
-
-
-def head_width(config: Config) -> int:
-    """Returns the width of one attention head."""
-    return config.model.head_width or config.model.width // config.model.heads
 
 
 def to_dict(config: Config) -> dict[str, Any]:

@@ -28,6 +28,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from cplm_jax.precision import einsum_float32
+
 Gate = Literal["learned", "sentinel", "shared_softmax"]
 
 # Stands for minus infinity: finite, so that neither it nor its gradient makes a NaN.
@@ -61,7 +63,7 @@ class TargetTerms(NamedTuple):
 def copy_scores(pointer: Pointer) -> Float[Array, "batch length candidates"]:
     """Returns ``e_tj = q_t . k_j / sqrt(C)`` for every pair of positions, in float32."""
     chex.assert_equal_shape([pointer.query, pointer.key])
-    scores = jnp.einsum("btc,bjc->btj", pointer.query, pointer.key, preferred_element_type=jnp.float32)
+    scores = einsum_float32("btc,bjc->btj", pointer.query, pointer.key)
     return scores / jnp.sqrt(jnp.float32(pointer.query.shape[-1]))
 
 

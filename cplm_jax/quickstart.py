@@ -34,7 +34,7 @@ def quickstart(config: Config) -> Result | Path:
     """Trains both runs, or goes on with them, and writes the report.
 
     Returns:
-      The path of report.html, or the result of the run that a signal stopped.
+      The path of report.html, or the result of the run in which a signal came.
 
     Raises:
       UserError, MachineError: as :func:`~cplm_jax.training.loop.train` does.
@@ -44,7 +44,7 @@ def quickstart(config: Config) -> Result | Path:
     trained = False
     for run_config in runs:
         result = train(run_config)
-        if result.outcome is Outcome.STOPPED:
+        if result.signal is not None:
             return result
         trained |= result.outcome is Outcome.FINISHED
     if trained:

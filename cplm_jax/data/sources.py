@@ -1,11 +1,13 @@
 """Documents from text files and JSONL files."""
 
+import fnmatch
 import glob
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,10 +70,10 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
         raise UserError(
             f"{field} is empty: give text or .jsonl files, folders or globs, as in --{field} 'corpus/*.txt'"
         )
-    found: dict[Path, str] = {}
+    found: dict[Path, SourceFile] = {}  # by what the path leads to: two spellings are one document
     for pattern in paths:
         if pattern == PYTHON_STDLIB:
-            found.update(stdlib_files())
+            found.update({file.path.resolve(): file for file in stdlib_files()})
             continue
         root = Path(pattern).expanduser()
         matches: list[tuple[Path, str]]
@@ -80,12 +82,7 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
         elif os.path.isfile(root):
             matches = [(root, root.name)]
         else:
-            literal = []
-            for part in root.parts:
-                if glob.has_magic(part):
-                    break
-                literal.append(part)
-            base = Path(*literal) if literal else Path()
+            base = _literal_part(root)
             matches = [
                 (Path(m), os.path.relpath(m, base).replace(os.sep, "/"))
                 for m in glob.glob(str(root), recursive=True)
@@ -94,8 +91,41 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
         if not matches:
             raise UserError(f"{field}: {pattern!r} matches no file (from {os.getcwd()}); correct the path")
         for path, name in matches:
-            found.setdefault(path, name)
-    return sorted((SourceFile(p, n) for p, n in found.items()), key=lambda f: (f.name, str(f.path)))
+            found.setdefault(path.resolve(), SourceFile(path, name))
+    return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
+
+
+def _literal_part(pattern: Path) -> Path:
+    """Returns the folders of a glob before its first wildcard."""
+    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+
+
+# What a run or the cache writes; a glob that matches one of these would read it as a document.
+_WRITTEN = ("metrics.jsonl", "config.yaml", "run.json", "tokenizer.model", "tokens.bin", "meta.json")
+
+
+def check_apart(paths: Sequence[str], field: str, written: Mapping[str, str]) -> None:
+    """Checks that nothing a run writes can become a document of its corpus.
+
+    Args:
+      paths: files, folders and globs of documents.
+      field: where ``paths`` was set, for messages.
+      written: folder that is written to, by the field that names it.
+
+    Raises:
+      UserError: if a written folder lies in a folder of ``paths``, or where a glob would find it.
+    """
+    for pattern in paths:
+        root = Path(pattern).expanduser()
+        recursive = "**" in root.parts and any(fnmatch.fnmatch(name, root.name) for name in _WRITTEN)
+        if not (root.is_dir() or recursive):
+            continue
+        for name, folder in written.items():
+            if Path(folder).expanduser().resolve().is_relative_to(_literal_part(root).resolve()):
+                raise UserError(
+                    f"{name} = {folder} lies in {field} = {pattern}, so that what the run writes would be "
+                    f"read as documents; choose another {name}, or a glob such as '*.txt'"
+                )
 
 
 def _files_below(root: Path, field: str) -> Iterator[Path]:

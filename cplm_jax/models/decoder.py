@@ -13,6 +13,7 @@ from cplm_jax.config import ModelConfig
 from cplm_jax.models.attention import Attention, attention_mask
 from cplm_jax.models.copy_head import CopyHead
 from cplm_jax.models.layers import RMSNorm, SwiGLU, dropout, parameter
+from cplm_jax.precision import einsum_float32
 from cplm_jax.sharding import constrain
 
 
@@ -101,8 +102,11 @@ class Decoder(nnx.Module):
           dropout_key: draws the dropout; ``None`` for evaluation.
         """
         dtype = jnp.dtype(self.config.compute_dtype)
-        # Unit variance, whatever the width, from an embedding that a tied LM head can use too.
-        x = self.embedding[...].astype(dtype)[tokens] * jnp.asarray(self.config.width**0.5, dtype)
+        # Gathered over the parameters' split before the lookup, whose result is split over the batch.
+        table = constrain(self.embedding[...], "vocabulary", None)
+        # Looked up in float32: the gradient of a frequent token is a sum of thousands of terms. Scaled
+        # to unit variance, whatever the width, from an embedding that a tied LM head can use too.
+        x = (table[tokens] * self.config.width**0.5).astype(dtype)
         x = constrain(x, "batch", "length", None)
         mask = attention_mask(segment_ids)
         graph, stacked = nnx.split(self.blocks)
@@ -131,9 +135,7 @@ class Decoder(nnx.Module):
         ordinary token (no BOS, EOS or PAD).
         """
         hidden = self.hidden(tokens, segment_ids, positions, dropout_key)
-        logits = jnp.einsum(
-            "btd,vd->btv", hidden, self.lm_matrix.astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
+        logits = einsum_float32("btd,vd->btv", hidden, self.lm_matrix.astype(hidden.dtype))
         logits = constrain(logits, "batch", "length", "vocabulary")
         pointer = None if self.copy_head is None else self.copy_head(hidden, segment_ids, copyable)
         return Outputs(logits, pointer)

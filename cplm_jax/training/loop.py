@@ -35,7 +35,7 @@ class Result(NamedTuple):
     outcome: Outcome
     step: int
     signal: int | None = None
-    """Number of the signal that stopped the run."""
+    """Number of the signal that stopped the run, or that came when it had just finished."""
 
 
 def train(config: Config) -> Result:
@@ -154,7 +154,9 @@ class _Run:
                 self._save(state, step)
             recorder.restart_clock()
         self._finish_saving()
-        return Result(Outcome.FINISHED, steps)
+        if self.request.signal is not None:
+            self.bar.say(f"{self.request.signal.name} came when the run had just finished")
+        return Result(Outcome.FINISHED, steps, self.request.signal)
 
     def _compile(self) -> Any:
         self.bar.say(

@@ -11,7 +11,7 @@ from cplm_jax.config import OptimizerConfig
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns the learning rate as a function of the number of updates done.
 
-    Linear warm-up from 0, then cosine decay, or a stable phase and linear decay ("WSD", Hu et al. 2024).
+    Linear warm-up, then cosine decay, or a stable phase and linear decay ("WSD", Hu et al. 2024).
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_learning_rate
     # The first update is at rate peak / (warmup + 1), not 0.
@@ -21,9 +21,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
         after = optax.cosine_decay_schedule(peak, max(remaining - 1, 1), alpha=config.final_learning_rate)
     else:
         decay = round(config.decay_fraction * steps)
-        after = optax.linear_schedule(
-            peak, final, max(decay, 1), transition_begin=max(remaining - 1 - decay, 0)
-        )
+        after = optax.linear_schedule(peak, final, decay, transition_begin=remaining - 1 - decay)
     if config.warmup_steps == 0:
         return after
     return optax.join_schedules([warmup, after], [config.warmup_steps])

@@ -106,6 +106,9 @@ class RunDirectory:
         Raises:
           UserError: naming what differs, or if what is here cannot be continued.
         """
+        for folder in (self.checkpoints, self.tensorboard):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise UserError(f"run_dir: {folder} is no folder, as a run needs; choose another run_dir")
         if not self.has_checkpoints():
             self._check_fresh_start()
             return
@@ -115,8 +118,12 @@ class RunDirectory:
                 "to this run; choose another run_dir"
             )
         old, details = load_config([str(self.config_file)]), self.details()
-        if os.path.exists(self.metrics_file):
-            read_rows(self.metrics_file)
+        if not os.path.exists(self.metrics_file):
+            raise UserError(
+                f"{self.path} has checkpoints but no metrics.jsonl, and going on would lose the run's "
+                "history; put it back, or choose another run_dir"
+            )
+        read_rows(self.metrics_file)
         changed = [f"{k}: {a!r} -> {b!r}" for k, (a, b) in differences(old, config, FREE_TO_CHANGE).items()]
         if details["tokenizer_sha256"] != tokenizer_sha256:
             changed.append("the tokenizer is another one (data.tokenizer)")
@@ -144,10 +151,10 @@ class RunDirectory:
             return
         ours = (self.config_file, self.tokenizer_file, self.metrics_file)
         taken = [file.name for file in ours if os.path.lexists(file)]
-        if taken or (os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir()):
+        if taken:
             raise UserError(
-                f"{self.path} has {', '.join(taken) or self.checkpoints.name} but no run.json, so it is not "
-                "the folder of a run, and a run would overwrite that; choose another run_dir"
+                f"{self.path} has {', '.join(taken)} but no run.json, so it is not the folder of a run, and "
+                "a run would overwrite that; choose another run_dir"
             )
 
     def write_setup(self, config: Config, tokenizer_proto: bytes, details: dict[str, Any]) -> None:

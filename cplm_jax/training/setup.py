@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from cplm_jax.config import Config, MeshConfig
 from cplm_jax.data.corpus import Corpus, load_corpus
 from cplm_jax.data.packing import PackedRows
+from cplm_jax.data.sources import check_apart
 from cplm_jax.errors import UserError, first_line
 from cplm_jax.models.decoder import ModelDefinition, define_model, parameter_count
 from cplm_jax.sharding import check_divisible, make_mesh
@@ -92,6 +93,17 @@ def set_up(config: Config, report: Callable[[str], None] = lambda _: None) -> Se
     """
     initialize_processes(config.mesh)
     mesh = make_mesh(config.mesh)
+    warning = slow_scatter_warning(mesh.devices.flat[0].platform, version("jaxlib"))
+    if warning is not None:
+        report(warning)
+    written = {"data.cache_dir": config.data.cache_dir}
+    if config.run_dir is not None:
+        written["run_dir"] = config.run_dir
+    for field, paths in (
+        ("data.paths", config.data.paths),
+        ("data.validation_paths", config.data.validation_paths),
+    ):
+        check_apart(paths, field, written)
     corpus = load_corpus(config.data, report)
     config = resolve_vocabulary(config, corpus.tokenizer.size)
     definition = define_model(config.model)
@@ -104,6 +116,17 @@ def set_up(config: Config, report: Callable[[str], None] = lambda _: None) -> Se
         definition=definition,
         train_rows=PackedRows(corpus.train, corpus.tokenizer, length, config.seed, "training"),
         validation_rows=PackedRows(corpus.validation, corpus.tokenizer, length, None, "held-out"),
+    )
+
+
+def slow_scatter_warning(platform: str, jaxlib: str) -> str | None:
+    """Returns a warning about jaxlib 0.10.2 to 0.11.0's slow float32 scatter-add on GPUs (jax #38806)."""
+    release = tuple(int(part) for part in jaxlib.split(".")[:3] if part.isdigit())
+    if platform != "gpu" or not (0, 10, 2) <= release < (0, 11, 1):
+        return None
+    return (
+        f"warning: jaxlib {jaxlib} adds float32 scatters slowly on GPUs, and the embedding's gradient is "
+        "one; install jaxlib 0.11.1 or newer (Python 3.12)"
     )
 
 

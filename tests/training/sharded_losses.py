@@ -1,12 +1,15 @@
-"""Prints, as JSON, the losses of 20 steps on several meshes of 8 fake devices.
+"""Prints, as JSON, the losses of 20 steps on meshes of 8 fake devices.
 
 A program of its own, because the number of devices is fixed when JAX starts:
-``python -m tests.training.sharded_losses FOLDER [flags]``.
+``python -m tests.training.sharded_losses FOLDER all|single [flags]``. With ``all`` it also saves
+the state of one mesh and restores it onto another.
 """
 
+import contextlib
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 # Eight devices on two busy cores may take long to meet in a collective, which XLA takes for a deadlock.
@@ -17,9 +20,11 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import numpy as np
 
 from cplm_jax.data.pipeline import TrainingBatches, validation_batches
 from cplm_jax.evaluation.validation import Validator
+from cplm_jax.training.checkpointing import Checkpointer, Progress
 from cplm_jax.training.setup import set_up
 from cplm_jax.training.step import Trainer
 from tests.tiny import tiny_config
@@ -48,13 +53,33 @@ def losses(folder, mesh, flags):
         result.append(metrics.loss.item())
     lengths = setup.corpus.tokenizer.byte_lengths(setup.config.model.vocabulary_size)
     held_out = validation_batches(setup.validation_rows, 8, 2, setup.mesh)
-    return {
+    found = {
         "train": result,
         "validation": Validator(setup.definition, setup.mesh, lengths)(state.params, held_out)["loss"],
         "shards": len({str(s.index) for s in jax.tree.leaves(state.params)[0].addressable_shards}),
     }
+    return found, trainer, state
+
+
+def moved(folder, state, trainer):
+    """Returns whether a state restored onto the mesh of ``trainer`` is the one that was saved, and split."""
+    with contextlib.closing(Checkpointer(folder, keep=1)) as checkpointer:
+        checkpointer.save(int(state.step), state, Progress(0, {}))
+        checkpointer.wait()
+        restored, _ = checkpointer.restore(trainer.abstract_state)
+    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True)
+    same = all(np.array_equal(jax.device_get(a), jax.device_get(b)) for a, b in leaves)
+    embedding, wanted = restored.params["embedding"], trainer.abstract_state.params["embedding"]
+    return same and embedding.sharding == wanted.sharding and embedding.sharding.mesh == trainer.mesh
 
 
 if __name__ == "__main__":
-    words = sys.argv[2:]
-    print(json.dumps({name: losses(Path(sys.argv[1]), mesh, words) for name, mesh in MESHES.items()}))
+    folder, which, *words = Path(sys.argv[1]), *sys.argv[2:]
+    names = ["single"] if which == "single" else list(MESHES)
+    runs = {name: losses(folder, MESHES[name], words) for name in names}
+    results = {name: found for name, (found, _, _) in runs.items()}
+    if which == "all":
+        _, _, saved = runs["fsdp=8"]
+        with tempfile.TemporaryDirectory() as checkpoints:
+            results["moved"] = moved(Path(checkpoints), saved, runs["tensor=4, data=2"][1])
+    print(json.dumps(results))

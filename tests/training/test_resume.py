@@ -190,7 +190,7 @@ def test_rows_past_the_last_checkpoint_and_a_torn_line_are_cut_off(tmp_path):
     assert steps == list(range(1, 23))
 
 
-def test_restored_onto_another_mesh_the_parameters_are_the_same(tmp_path):
+def test_loaded_model_knows_its_step_and_tokens(tmp_path):
     config = tiny_config(tmp_path)
     train(config)
     model = load_model(config.run_dir)
