@@ -48,14 +48,12 @@ def next_log_probs(
     """Returns log p of the token that follows the first ``count`` of ``tokens``, one document; jit-able."""
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     segment_ids = (positions < count).astype(jnp.int32)
-    copy_head = definition.config.copy_head
     outputs = definition.bind(params)(tokens[None], segment_ids[None], positions[None], copyable[None])
     log_p = log_distribution(
         outputs.logits,
         tokens[None],
         segment_ids[None],
         outputs.pointer,
-        "learned" if copy_head is None else copy_head.gate,
     )
     return log_p[0, count - 1]
 

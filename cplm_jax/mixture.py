@@ -21,6 +21,8 @@ Everything here is float32, whatever the model computes in. Shapes: B batch, T
 length, C copy width, V vocabulary.
 """
 
+import functools
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import chex
@@ -36,17 +38,29 @@ Gate = Literal["learned", "sentinel", "shared_softmax"]
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-class Pointer(NamedTuple):
-    """What the copy head says about a batch."""
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["query", "key", "candidate", "gate_term"],
+    meta_fields=["gate"],
+)
+@dataclass(frozen=True)
+class Pointer:
+    """What the copy head says about a batch.
+
+    Attributes:
+      query: q_t, (batch, length, copy).
+      key: k_j, (batch, length, copy).
+      candidate: whether the token at j may be copied at all, (batch, length).
+      gate_term: the part of the gate logit that the copy head computes, (batch, length); see
+        :func:`gate_logit`.
+      gate: the gate's kind.
+    """
 
     query: Float[Array, "batch length copy"]
-    """q_t."""
     key: Float[Array, "batch length copy"]
-    """k_j."""
     candidate: Bool[Array, "batch length"]
-    """Whether the token at j may be copied at all."""
     gate_term: Float[Array, "batch length"]
-    """The part of the gate logit that the copy head computes; see :func:`gate_logit`."""
+    gate: Gate
 
 
 class TargetTerms(NamedTuple):
@@ -166,7 +180,6 @@ def _terms(
     logits: Float[Array, "batch length vocabulary"],
     segment_ids: Int[Array, "batch length"],
     pointer: Pointer,
-    gate: Gate,
 ) -> _Terms:
     scores = copy_scores(pointer)
     valid = valid_candidates(pointer.candidate, segment_ids)
@@ -176,7 +189,8 @@ def _terms(
     scores = scores - peak[..., None]
     log_total = jnp.where(some_valid, masked_logsumexp(scores, valid), 0.0)
     lm_peak, lm_rest = _lm_total(logits)
-    g = gate_logit(gate, pointer.gate_term.astype(jnp.float32), LogTotals(peak, log_total, lm_peak, lm_rest))
+    totals = LogTotals(peak, log_total, lm_peak, lm_rest)
+    g = gate_logit(pointer.gate, pointer.gate_term.astype(jnp.float32), totals)
     return _Terms(scores, valid, some_valid, log_total, g, (logits - lm_peak[..., None]) - lm_rest[..., None])
 
 
@@ -209,7 +223,6 @@ def target_terms(
     tokens: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"],
     pointer: Pointer | None,
-    gate: Gate = "learned",
 ) -> TargetTerms:
     """The loss path: log-probability of each target and what copying contributed to it.
 
@@ -219,7 +232,6 @@ def target_terms(
       tokens: x, the tokens that candidates stand for.
       segment_ids: document of each position; 0 is padding.
       pointer: what the copy head says; ``None`` for a baseline.
-      gate: the gate's kind.
     """
     chex.assert_equal_shape([targets, tokens, segment_ids])
     chex.assert_shape(logits, (*targets.shape, None))
@@ -227,7 +239,7 @@ def target_terms(
     if pointer is None:
         log_lm = _pick(_log_softmax(logits), targets)
         return TargetTerms(log_lm, jnp.zeros_like(log_lm), jnp.zeros_like(log_lm))
-    terms = _terms(logits, segment_ids, pointer, gate)
+    terms = _terms(logits, segment_ids, pointer)
     matches = terms.valid & (tokens[:, None, :] == targets[:, :, None])
     some_match = jnp.any(matches, axis=-1)
     log_copy = jnp.where(some_match, masked_logsumexp(terms.scores, matches) - terms.log_total, LOWEST)
@@ -260,7 +272,6 @@ def log_distribution(
     tokens: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"],
     pointer: Pointer | None,
-    gate: Gate = "learned",
 ) -> Float[Array, "batch length vocabulary"]:
     """The distribution path: log p(v) for every token v at every position.
 
@@ -272,7 +283,7 @@ def log_distribution(
     logits = logits.astype(jnp.float32)
     if pointer is None:
         return _log_softmax(logits)
-    terms = _terms(logits, segment_ids, pointer, gate)
+    terms = _terms(logits, segment_ids, pointer)
 
     def scatter(scores_txj: Array, valid_txj: Array, ids_j: Array) -> tuple[Array, Array]:
         # One scatter serves every position of a row: candidates lead, positions trail.

@@ -41,8 +41,8 @@ def make_case(seed, shape, score_scale, logit_scale, gate_scale, documents, copy
     }
 
 
-def pointer_of(inputs, case):
-    return Pointer(inputs["query"], inputs["key"], case["candidate"], inputs["gate_term"])
+def pointer_of(inputs, case, gate="learned"):
+    return Pointer(inputs["query"], inputs["key"], case["candidate"], inputs["gate_term"], gate)
 
 
 DIFFERENTIABLE = ("logits", "query", "key", "gate_term")
@@ -51,7 +51,7 @@ DIFFERENTIABLE = ("logits", "query", "key", "gate_term")
 @functools.partial(jax.jit, static_argnames=("gate", "path"))
 def loss_and_gradients(case, gate, path):
     def loss(inputs):
-        args = (case["tokens"], case["segment_ids"], pointer_of(inputs, case), gate)
+        args = (case["tokens"], case["segment_ids"], pointer_of(inputs, case, gate))
         if path == "loss":
             log_prob = mixture.target_terms(inputs["logits"], case["targets"], *args).log_prob
         else:
@@ -66,7 +66,7 @@ def loss_and_gradients(case, gate, path):
 
 @functools.partial(jax.jit, static_argnames="gate")
 def full_distribution(case, gate):
-    args = (case["tokens"], case["segment_ids"], pointer_of(case, case), gate)
+    args = (case["tokens"], case["segment_ids"], pointer_of(case, case, gate))
     return (
         mixture.log_distribution(case["logits"], *args),
         mixture.target_terms(case["logits"], case["targets"], *args),

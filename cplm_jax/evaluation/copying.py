@@ -59,13 +59,9 @@ def token_report(definition: ModelDefinition, params: Any, batch: Batch) -> Toke
 
 
 def _rows_report(definition: ModelDefinition, params: Any, batch: Batch) -> TokenReport:
-    copy_head = definition.config.copy_head
-    gate = "learned" if copy_head is None else copy_head.gate
     outputs = definition.bind(params)(batch.tokens, batch.segment_ids, batch.positions, batch.copyable)
-    terms = target_terms(
-        outputs.logits, batch.targets, batch.tokens, batch.segment_ids, outputs.pointer, gate
-    )
-    log_p = log_distribution(outputs.logits, batch.tokens, batch.segment_ids, outputs.pointer, gate)
+    terms = target_terms(outputs.logits, batch.targets, batch.tokens, batch.segment_ids, outputs.pointer)
+    log_p = log_distribution(outputs.logits, batch.tokens, batch.segment_ids, outputs.pointer)
     valid = valid_candidates(batch.copyable, batch.segment_ids)
     present = _present(batch.tokens, valid, log_p.shape[-1])
     shape = batch.tokens.shape

@@ -79,7 +79,6 @@ class Validator:
 def _batch_sums(
     definition: ModelDefinition, params: Any, batch: Batch, byte_lengths: Int[Array, "vocabulary"]
 ) -> ValidationSums:
-    copy_head = definition.config.copy_head
     outputs = definition.bind(params)(batch.tokens, batch.segment_ids, batch.positions, batch.copyable)
     terms = target_terms(
         outputs.logits,
@@ -87,7 +86,6 @@ def _batch_sums(
         batch.tokens,
         batch.segment_ids,
         outputs.pointer,
-        "learned" if copy_head is None else copy_head.gate,
     )
     in_context = occurs_in_context(batch.tokens, batch.segment_ids, batch.copyable, batch.targets)
     mask = batch.loss_mask

@@ -21,6 +21,7 @@ class CopyHead(nnx.Module):
     def __init__(self, config: CopyHeadConfig, width: int, *, rngs: nnx.Rngs):
         scale = width**-0.5
         shape, axes = (width, config.width), ("embed", None)
+        self.gate = config.gate
         # All four are drawn always, so that each parameter starts alike whichever others exist.
         query_key, preceding_key, containing_key, gate_key = (rngs.copy_head() for _ in range(4))
 
@@ -63,7 +64,7 @@ class CopyHead(nnx.Module):
             # The first token of a document was predicted by no state of that document.
             same_document = segment_ids[:, 1:] == segment_ids[:, :-1]
             candidate = candidate & jnp.pad(same_document, ((0, 0), (1, 0)))
-        return Pointer(query, key, candidate, self._gate_term(hidden, query))
+        return Pointer(query, key, candidate, self._gate_term(hidden, query), self.gate)
 
     def _gate_term(self, hidden: Array, query: Array) -> Float[Array, "batch length"]:
         if self.sentinel is not None:

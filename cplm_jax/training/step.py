@@ -67,7 +67,6 @@ def _loss_sum(
     definition: ModelDefinition, params: Params, part: Batch, dropout_key: Array | None
 ) -> tuple[Float[Array, ""], _Sums]:
     """Returns the sum of -log p over the targets of one part of a batch."""
-    copy_head = definition.config.copy_head
     outputs = definition.bind(params)(
         part.tokens, part.segment_ids, part.positions, part.copyable, dropout_key
     )
@@ -77,7 +76,6 @@ def _loss_sum(
         part.tokens,
         part.segment_ids,
         outputs.pointer,
-        "learned" if copy_head is None else copy_head.gate,
     )
     loss = -jnp.sum(jnp.where(part.loss_mask, terms.log_prob, 0.0))
     return loss, _Sums(loss, jnp.sum(jnp.where(part.loss_mask, terms.gate, 0.0)))

@@ -47,8 +47,7 @@ def outputs_of(config, params, batch, key=None):
 @functools.partial(jax.jit, static_argnames="config")
 def distribution(config, params, batch):
     outputs = define_model(config).bind(params)(*batch)
-    gate = "learned" if config.copy_head is None else config.copy_head.gate
-    return mixture.log_distribution(outputs.logits, batch[0], batch[1], outputs.pointer, gate)
+    return mixture.log_distribution(outputs.logits, batch[0], batch[1], outputs.pointer)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -115,9 +114,8 @@ def test_a_document_does_not_see_its_neighbour(config):
 
     def loss(params):
         outputs = definition.bind(params)(tokens, *batch[1:])
-        gate = "learned" if config.copy_head is None else config.copy_head.gate
         terms = mixture.target_terms(
-            outputs.logits, np.roll(batch[0], -1, axis=1), tokens, batch[1], outputs.pointer, gate
+            outputs.logits, np.roll(batch[0], -1, axis=1), tokens, batch[1], outputs.pointer
         )
         return jnp.sum(terms.log_prob[:, half:])
 
@@ -159,7 +157,7 @@ def gradient_of(config, params, batch):
     def loss(params):
         outputs = definition.bind(params)(*batch)
         terms = mixture.target_terms(
-            outputs.logits, np.roll(batch[0], -1, 1), batch[0], batch[1], outputs.pointer, "learned"
+            outputs.logits, np.roll(batch[0], -1, 1), batch[0], batch[1], outputs.pointer
         )
         return -jnp.mean(terms.log_prob)
 
@@ -218,7 +216,7 @@ def test_backward_products_stay_in_bfloat16():
     def loss(params):
         outputs = definition.bind(params)(*batch)
         terms = mixture.target_terms(
-            outputs.logits, np.roll(batch[0], -1, 1), batch[0], batch[1], outputs.pointer, "learned"
+            outputs.logits, np.roll(batch[0], -1, 1), batch[0], batch[1], outputs.pointer
         )
         return -jnp.mean(terms.log_prob)
 
