@@ -701,7 +701,9 @@ def only_checkpoint_damaged(world: World) -> Sequence[str]:
 
 
 def command(name: str, command: str, words: str, *fragments: str, **options) -> None:
-    make = lambda world: words.format(**paths(world)).split()  # noqa: E731
+    def make(world):
+        return words.format(**paths(world)).split()
+
     add(f"{command}_{name}", Case(make, fragments, command=command, **options))
 
 

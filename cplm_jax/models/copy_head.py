@@ -69,7 +69,7 @@ class CopyHead(nnx.Module):
     def _gate_term(self, hidden: Array, query: Array) -> Float[Array, "batch length"]:
         if self.sentinel is not None:
             return jnp.einsum("btc,c->bt", query.astype(jnp.float32), self.sentinel[...])
-        bias = jnp.broadcast_to(self.gate_bias[...], hidden.shape[:2])  # type: ignore[index]
-        if self.gate_kernel is None:
-            return bias
-        return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), self.gate_kernel[...]) + bias
+        term = jnp.zeros(hidden.shape[:2], jnp.float32)
+        if self.gate_kernel is not None:
+            term = jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), self.gate_kernel[...])
+        return term if self.gate_bias is None else term + self.gate_bias[...]
