@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from cplm_jax.generation import generate
     from cplm_jax.interop.export import export_orbax
     from cplm_jax.loading import LoadedModel, load_model
-    from cplm_jax.mixture import Pointer, TargetTerms, log_distribution, target_terms
+    from cplm_jax.mixture import TargetTerms, log_distribution, target_terms
     from cplm_jax.models.decoder import Decoder, define_model
+    from cplm_jax.pointer import Candidates, Pointer
     from cplm_jax.training.loop import train
 
 _MODULES = {
+    "Candidates": "pointer",
     "Config": "config",
     "CopyHeadConfig": "config",
     "Decoder": "models.decoder",
     "LoadedModel": "loading",
     "MachineError": "errors",
     "ModelConfig": "config",
-    "Pointer": "mixture",
+    "Pointer": "pointer",
     "TargetTerms": "mixture",
     "Tokenizer": "data.tokenizer",
     "UserError": "errors",
@@ -49,6 +51,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "Candidates",
     "Config",
     "CopyHeadConfig",
     "Decoder",

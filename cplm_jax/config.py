@@ -59,18 +59,36 @@ Paths = Annotated[list[PathText], BeforeValidator(_listed)]
 class CopyHeadConfig:
     """The copy head (``model.copy_head: null`` is the baseline without one)."""
 
-    gate: Literal["learned", "sentinel", "shared_softmax"] = "learned"
+    gate: Literal[
+        "learned", "sentinel", "shared_softmax", "confidence", "context_logits", "context_logits_sum"
+    ] = "learned"
     """Expression of the gate logit that weighs copying against the LM head: `learned` is a
     linear function of the state, `sentinel` compares the pointer with a learned vector,
-    `shared_softmax` puts copy scores and logits under one softmax."""
+    `shared_softmax` puts copy scores and logits under one softmax, `confidence` is `learned` plus
+    learned multiples of the pointer's log-sum-exp and entropy. The other two are no gates but another
+    mixture, slower, for comparison: `context_logits` adds the log-sum-exp, `context_logits_sum` the sum,
+    of a token's copy scores to its logit before a single softmax."""
     alignment: Literal["preceding", "containing", "both"] = "preceding"
     """State from which a candidate token's key is made: `preceding`, the one that predicted
     it; `containing`, the one that has read it; `both`, the sum of two projections."""
+    pointers: Positive = 1
+    """Number P of pointers, each with its own queries, keys and gate logit; the gate is a softmax
+    over the LM head and the pointers."""
     width: Positive = 64
-    """Width C of copy queries and keys."""
+    """Width C of each pointer's queries and keys."""
+    normalize: bool = False
+    """Whether queries and keys are scaled to length 1, and scores by a learned temperature."""
+    recency_bias: bool = False
+    """Whether scores lose a learned multiple (positive, one per pointer) of the distance in tokens."""
+    key_layer: Positive | None = None
+    """Block whose output keys are made from, below `model.layers`; null takes the last states, after the
+    final norm. Queries always come from those."""
     gate_bias: Number = -1.0
-    """Initial bias of the gate logit (`learned` and `shared_softmax`); below 0 favours the LM
-    head at the start."""
+    """Initial bias of the gate logit (all gates but `sentinel`), or of the copy scores that
+    `context_logits` adds; below 0 favours the LM head at the start."""
+    score_block: Positive | None = None
+    """Positions in a block of queries and of candidates whose copy scores exist at a time in the
+    training loss; null chooses by batch and length. Does not change the result beyond rounding."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -104,6 +122,12 @@ class ModelConfig:
     of parameters stay float32."""
     rematerialize: bool = False
     """Whether the backward pass recomputes each block instead of storing its activations."""
+    attention_block: Positive | None = None
+    """Queries whose attention scores exist at a time on a device; null chooses by batch, heads and
+    length. Does not change the result beyond rounding."""
+    logit_chunk: Positive | None = None
+    """Tokens whose logits exist at a time on a device in the training loss; null chooses by the
+    vocabulary. Does not change the result beyond rounding."""
     copy_head: CopyHeadConfig | None = field(default_factory=CopyHeadConfig)
     """The copy head; null for the baseline."""
 
@@ -177,7 +201,7 @@ class MeshConfig:
     tensor: AxisSize = 1
     """Ways in which heads, MLP and vocabulary are split."""
     sequence: AxisSize = 1
-    """Ways in which the context is split. Only 1 is supported so far."""
+    """Ways in which the context is split; must divide `data.sequence_length`."""
     distributed: bool = False
     """Whether several processes form the mesh (a TPU pod, Slurm or MPI job, or processes started
     with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set)."""
@@ -229,6 +253,13 @@ class TrainConfig:
     accumulation: Positive = 1
     """Parts in which a batch is computed one after the other; gradients are those of the whole
     batch, normalised by its number of target tokens."""
+    z_loss: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of an added loss, the mean square of the logits' log-sum-exp (PaLM, Chowdhery et al.
+    2022), which keeps logits small; 0 for none. The reported `loss` is without it."""
+    pointer_loss: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of an added loss, the mean of -log p_copy over targets that occur among the valid
+    candidates (normalised by all targets), which teaches the pointers whatever the gate does; 0 for
+    none. The reported `loss` is without it; a baseline has none."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -255,6 +286,9 @@ class Config:
 FREE_TO_CHANGE = (
     "run_dir",
     "mesh",
+    "model.attention_block",
+    "model.logit_chunk",
+    "model.copy_head.score_block",
     "checkpoint",
     "logging",
     "evaluation.every",

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from cplm_jax.errors import UserError
 from cplm_jax.loading import LoadedModel
-from cplm_jax.mixture import LOWEST, log_distribution
+from cplm_jax.mixture import log_distribution
 from cplm_jax.models.decoder import ModelDefinition
+from cplm_jax.precision import LOWEST
 
 _COLDEST = 1e-4  # below this, a difference of log-probabilities overflows float32
 
@@ -49,12 +50,7 @@ def next_log_probs(
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     segment_ids = (positions < count).astype(jnp.int32)
     outputs = definition.bind(params)(tokens[None], segment_ids[None], positions[None], copyable[None])
-    log_p = log_distribution(
-        outputs.logits,
-        tokens[None],
-        segment_ids[None],
-        outputs.pointer,
-    )
+    log_p = log_distribution(outputs.logits, outputs.pointer)
     return log_p[0, count - 1]
 
 

@@ -10,57 +10,40 @@ position t, and a gate logit ``g_t``::
     log p(v)      = logaddexp(logsigmoid(-g_t) + log p_lm(v), logsigmoid(g_t) + log p_copy(v))
 
 and where no candidate is valid, ``log p = log p_lm``. The known mechanisms are
-choices of ``g_t`` (:func:`gate_logit`).
+choices of ``g_t`` (:func:`gate_logits`). Each of P pointers has its own ``e``, ``A``, ``M`` and
+``g``, and the gate is a softmax over {LM, pointer 1..P}; that is the same formula with
 
-* :func:`target_terms` is the loss path: only ``A_t`` and ``M_t(y_t)`` enter, two
-  log-sum-exps over candidates; nothing of the vocabulary's size is made for copying.
+    g_t       = lse over p of g_tp
+    p_copy(v) = sum over p of softmax_p(g_tp) p_copy,p(v)
+
+* :func:`target_terms` is the loss path: only ``lse(z_t)``, ``z_t[y_t]``, ``A_t`` and ``M_t(y_t)`` enter.
+  They are computed blockwise (:mod:`cplm_jax.kernels`), so that neither a (length, length) nor a
+  (tokens, vocabulary) array exists.
 * :func:`log_distribution` is the distribution path: ``M_t(v)`` for every v by
   ``jax.ops.segment_sum`` over the candidates' token ids.
 
-Everything here is float32, whatever the model computes in. Shapes: B batch, T
-length, C copy width, V vocabulary.
+``context_logits`` is another mixture, for comparison: one softmax over logits to which the copy scores
+of each token's occurrences were added (:func:`context_log_softmax`).
+
+Everything here is float32, whatever the model computes in. Shapes: B batch, T length, J candidates,
+P pointers, C copy width, V vocabulary.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from cplm_jax.precision import einsum_float32
-
-Gate = Literal["learned", "sentinel", "shared_softmax"]
-
-# Stands for minus infinity: finite, so that neither it nor its gradient makes a NaN.
-LOWEST = float(jnp.finfo(jnp.float32).min)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["query", "key", "candidate", "gate_term"],
-    meta_fields=["gate"],
-)
-@dataclass(frozen=True)
-class Pointer:
-    """What the copy head says about a batch.
-
-    Attributes:
-      query: q_t, (batch, length, copy).
-      key: k_j, (batch, length, copy).
-      candidate: whether the token at j may be copied at all, (batch, length).
-      gate_term: the part of the gate logit that the copy head computes, (batch, length); see
-        :func:`gate_logit`.
-      gate: the gate's kind.
-    """
-
-    query: Float[Array, "batch length copy"]
-    key: Float[Array, "batch length copy"]
-    candidate: Bool[Array, "batch length"]
-    gate_term: Float[Array, "batch length"]
-    gate: Gate
+from cplm_jax.kernels.blocks import block_length, map_blocks
+from cplm_jax.kernels.lm_head import LOGIT_BUDGET, lm_terms
+from cplm_jax.kernels.pointer import pointer_terms
+from cplm_jax.kernels.scatter import Method, logsumexp_by_token, sum_by_token
+from cplm_jax.pointer import Pointer, copy_scores
+from cplm_jax.precision import LOWEST, einsum_float32, masked_logsumexp
 
 
 class TargetTerms(NamedTuple):
@@ -72,78 +55,53 @@ class TargetTerms(NamedTuple):
     """sigmoid(g_t), the weight of copying; 0 where no candidate is valid."""
     responsibility: Float[Array, "batch length"]
     """r_t = sigmoid(g_t) p_copy(y_t) / p(y_t), the share of p(y_t) that came from copying."""
+    log_copy: Float[Array, "batch length"]
+    """log p_copy(y_t); ``LOWEST`` where y_t is not among the valid candidates."""
+    lm_log_total: Float[Array, "batch length"]
+    """lse(z_t)."""
 
 
-def copy_scores(pointer: Pointer) -> Float[Array, "batch length candidates"]:
-    """Returns ``e_tj = q_t . k_j / sqrt(C)`` for every pair of positions, in float32."""
-    chex.assert_equal_shape([pointer.query, pointer.key])
-    scores = einsum_float32("btc,bjc->btj", pointer.query, pointer.key)
-    return scores / jnp.sqrt(jnp.float32(pointer.query.shape[-1]))
+class Totals(NamedTuple):
+    """``A_t``, the mean score under ``exp(e_tj - A_t)``, and ``lse(z_t)``, relative to their peaks.
 
-
-def valid_candidates(
-    candidate: Bool[Array, "batch length"], segment_ids: Int[Array, "batch length"]
-) -> Bool[Array, "batch length candidates"]:
-    """Returns which j position t may copy: j <= t, the same document, and a candidate."""
-    length = segment_ids.shape[-1]
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    same_document = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return causal & same_document & candidate[:, None, :]
-
-
-def occurs_in_context(
-    tokens: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
-    copyable: Bool[Array, "batch length"],
-    targets: Int[Array, "batch length"],
-) -> Bool[Array, "batch length"]:
-    """Returns whether each target occurs among the copyable tokens of its document so far.
-
-    The measure does not depend on a model, so a baseline and any copy head share it.
-    """
-    valid = valid_candidates(copyable, segment_ids)
-    return jnp.any(valid & (tokens[:, None, :] == targets[:, :, None]), axis=-1)
-
-
-def masked_logsumexp(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """Log-sum-exp of ``x`` over the last axis where ``mask``; ``LOWEST``, with zero gradient, if nowhere."""
-    peak = jax.lax.stop_gradient(jnp.max(jnp.where(mask, x, LOWEST), axis=-1, keepdims=True))
-    total = jnp.sum(jnp.where(mask, jnp.exp(jnp.where(mask, x - peak, 0.0)), 0.0), axis=-1)
-    some = jnp.any(mask, axis=-1)
-    return jnp.where(some, peak[..., 0] + jnp.log(jnp.where(some, total, 1.0)), LOWEST)
-
-
-class LogTotals(NamedTuple):
-    """``A_t`` and ``lse(z_t)``, each as its peak (the largest term, no gradient) and the rest.
-
-    Scores and logits may be far larger than their differences. With the peaks apart, float32
-    subtracts large numbers from each other before it adds small ones.
+    Scores and logits may be far larger than their differences. With the peaks (largest terms,
+    without a gradient) apart, float32 subtracts large numbers from each other before it adds small ones.
     """
 
-    copy_peak: Float[Array, "batch length"]
-    copy_rest: Float[Array, "batch length"]
-    lm_peak: Float[Array, "batch length"]
-    lm_rest: Float[Array, "batch length"]
+    copy_peak: Float[Array, "batch length pointers"]
+    copy_rest: Float[Array, "batch length pointers"]
+    copy_mean: Float[Array, "batch length pointers"]
+    lm_peak: Float[Array, "batch length 1"]
+    lm_rest: Float[Array, "batch length 1"]
 
 
-def gate_logit(
-    gate: Gate, gate_term: Float[Array, "batch length"], totals: LogTotals
-) -> Float[Array, "batch length"]:
-    """Returns the gate logit ``g_t``.
+def gate_logits(pointer: Pointer, totals: Totals) -> tuple[Float[Array, "batch length #pointers"], ...]:
+    """Returns the gate logit ``g_t`` of every pointer, as terms to be added from left to right.
+
+    ``learned``: ``w . h_t + b``, as in the pointer-generator (See et al. 2017).
+    ``sentinel``: ``A_t - q_t . s`` (Merity et al. 2017).
+    ``shared_softmax``: ``A_t + b - lse(z_t)``, one softmax over logits and copy scores (CopyNet, Gu et al.
+    2016; TRIME, Zhong et al. 2022).
+    ``confidence``: ``w . h_t + b + u A_t + v H_t``, which sees how sure the pointer is: H_t is the
+    entropy of its distribution over candidates.
+    The ``context_logits`` have no gate; ``A_t + b`` divides the copy scores among several pointers.
 
     Args:
-      gate: ``learned``: ``w . h_t + b``, as in the pointer-generator (See et al. 2017).
-        ``sentinel``: ``A_t - q_t . s`` (Merity et al. 2017). ``shared_softmax``:
-        ``A_t + b - lse(z_t)``, one softmax over logits and copy scores (CopyNet, Gu et al.
-        2016; TRIME, Zhong et al. 2022).
-      gate_term: ``w . h_t + b``, ``q_t . s`` and ``b`` for the three.
-      totals: ``A_t`` and ``lse(z_t)``.
+      pointer: its ``gate_term`` is ``w . h_t + b``, ``q_t . s``, ``b``, ``w . h_t + b`` and ``b``.
+      totals: ``A_t``, mean score and ``lse(z_t)``.
     """
-    if gate == "learned":
-        return gate_term
-    if gate == "sentinel":
-        return (totals.copy_peak - gate_term) + totals.copy_rest
-    return (totals.copy_peak - totals.lm_peak) + gate_term + (totals.copy_rest - totals.lm_rest)
+    term = pointer.gate_term.astype(jnp.float32)
+    if pointer.gate == "learned":
+        return (term,)
+    if pointer.gate == "sentinel":
+        return totals.copy_peak, -term, totals.copy_rest
+    if pointer.gate == "shared_softmax":
+        return totals.copy_peak, -totals.lm_peak, term, totals.copy_rest - totals.lm_rest
+    if pointer.confidence is None:
+        return totals.copy_peak, term, totals.copy_rest
+    entropy = totals.copy_rest - totals.copy_mean
+    of_total, of_entropy = pointer.confidence
+    return term, of_total * totals.copy_peak, of_total * totals.copy_rest + of_entropy * entropy
 
 
 def mix(
@@ -161,50 +119,219 @@ def mix(
     return jnp.where(some_valid, mixed, log_lm)
 
 
-class _Terms(NamedTuple):
-    """What both paths start from."""
+def _logsumexp_of_sums(terms: Sequence[Float[Array, "... #n"]]) -> tuple[Array, Array]:
+    """Returns ``lse_i s_i`` and ``s_i - lse_i s_i`` over the last axis, where ``s`` is the sum of the terms.
 
-    scores: Float[Array, "batch length candidates"]
-    """e_tj - peak_t."""
+    Terms may be far larger than differences of sums: each term's value at the largest sum is
+    subtracted from it before terms are added.
+    """
+    terms = jnp.broadcast_arrays(*terms)
+    best = jnp.argmax(functools.reduce(jnp.add, terms), axis=-1, keepdims=True)
+    at_best = [jax.lax.stop_gradient(jnp.take_along_axis(term, best, axis=-1)) for term in terms]
+    above = functools.reduce(jnp.add, (term - most for term, most in zip(terms, at_best, strict=True)))
+    rest = jnp.log(jnp.sum(jnp.exp(above), axis=-1, keepdims=True))
+    return (functools.reduce(jnp.add, at_best) + rest)[..., 0], above - rest
+
+
+def target_terms(
+    hidden: Float[Array, "batch length width"],
+    matrix: Float[Array, "vocabulary width"],
+    targets: Int[Array, "batch length"],
+    pointer: Pointer | None,
+    chunk: int | None = None,
+) -> TargetTerms:
+    """The loss path: log-probability of each target and what copying contributed to it.
+
+    Args:
+      hidden: h, the decoder's output, in the compute dtype.
+      matrix: W, the LM head's matrix.
+      targets: y, the token that follows each position.
+      pointer: what the copy head says about the same positions; ``None`` for a baseline.
+      chunk: tokens whose logits exist at a time on a device; ``None`` chooses.
+    """
+    chex.assert_equal_shape_prefix([hidden, targets], 2)
+    if pointer is not None and pointer.gate in ("context_logits", "context_logits_sum"):
+        return _context_terms(hidden, matrix, targets, pointer, chunk)
+    lm = lm_terms(hidden, matrix, targets, chunk)
+    log_lm, lm_log_total = lm.target - lm.rest, lm.peak + lm.rest
+    if pointer is None:
+        nothing = jnp.zeros_like(log_lm)
+        return TargetTerms(log_lm, nothing, nothing, jnp.full_like(log_lm, LOWEST), lm_log_total)
+    copy = pointer_terms(
+        pointer.query,
+        pointer.candidates.key,
+        pointer.recency,
+        targets,
+        pointer.candidates.tokens,
+        pointer.segment_ids,
+        pointer.candidates.segment_ids,
+        pointer.candidates.copyable,
+        block=pointer.block,
+        with_mean=pointer.gate == "confidence",
+    )
+    # Pointers differ in scores, not in which candidates are valid or match.
+    some_valid, some_match = (jnp.any(x > LOWEST, axis=-1) for x in (copy.total, copy.match))
+    total = jnp.where(some_valid[..., None], copy.total, 0.0)
+    match = jnp.where(some_match[..., None], copy.match, 0.0)
+    totals = Totals(copy.peak, total, copy.mean, lm.peak[..., None], lm.rest[..., None])
+    gate, log_share = _logsumexp_of_sums(gate_logits(pointer, totals))
+    log_copy = jnp.where(some_match, jax.nn.logsumexp(log_share + (match - total), axis=-1), LOWEST)
+    log_prob = mix(log_lm, log_copy, gate, some_valid)
+    responsibility = jnp.where(some_match, jnp.exp(jax.nn.log_sigmoid(gate) + log_copy - log_prob), 0.0)
+    return TargetTerms(
+        log_prob, jnp.where(some_valid, jax.nn.sigmoid(gate), 0.0), responsibility, log_copy, lm_log_total
+    )
+
+
+class CopyDistribution(NamedTuple):
+    """The copy head's distribution over candidates, and its weight."""
+
+    log_prob: Float[Array, "batch length candidates"]
+    """log of the share of each valid candidate in the copied probability."""
     valid: Bool[Array, "batch length candidates"]
-    some_valid: Bool[Array, "batch length"]
-    log_total: Float[Array, "batch length"]
-    """A_t - peak_t."""
     gate: Float[Array, "batch length"]
     """g_t."""
-    log_lm: Float[Array, "batch length vocabulary"]
-    """log p_lm."""
 
 
-def _terms(
+def copy_distribution(
     logits: Float[Array, "batch length vocabulary"],
-    segment_ids: Int[Array, "batch length"],
     pointer: Pointer,
-) -> _Terms:
-    scores = copy_scores(pointer)
-    valid = valid_candidates(pointer.candidate, segment_ids)
-    some_valid = jnp.any(valid, axis=-1)
-    peak = jax.lax.stop_gradient(jnp.max(jnp.where(valid, scores, LOWEST), axis=-1))
+    index: Int[Array, "batch length"] | None = None,
+) -> CopyDistribution:
+    """Returns where the pointers point, all together, and the gate logit.
+
+    Args are those of :func:`log_distribution`.
+    """
+    scores = copy_scores(pointer, index)
+    valid = pointer.valid(index)
+    some_valid = jnp.any(valid, axis=-1)[..., None]
+    valid_p = valid[:, :, None, :]
+    peak = jax.lax.stop_gradient(jnp.max(jnp.where(valid_p, scores, LOWEST), axis=-1))
     peak = jnp.where(some_valid, peak, 0.0)
     scores = scores - peak[..., None]
-    log_total = jnp.where(some_valid, masked_logsumexp(scores, valid), 0.0)
+    rest = jnp.where(some_valid, masked_logsumexp(scores, valid_p), 0.0)
+    log_probs = jnp.where(valid_p, scores - rest[..., None], LOWEST)
+    mean = jnp.sum(jnp.where(valid_p, jnp.exp(log_probs) * scores, 0.0), axis=-1)
     lm_peak, lm_rest = _lm_total(logits)
-    totals = LogTotals(peak, log_total, lm_peak, lm_rest)
-    g = gate_logit(pointer.gate, pointer.gate_term.astype(jnp.float32), totals)
-    return _Terms(scores, valid, some_valid, log_total, g, (logits - lm_peak[..., None]) - lm_rest[..., None])
+    totals = Totals(peak, rest, mean, lm_peak, lm_rest)
+    gate, log_share = _logsumexp_of_sums(gate_logits(pointer, totals))
+    # One scatter serves all pointers: their shares of a candidate are added up before it.
+    shares = jnp.where(valid_p, log_share[..., None] + log_probs, 0.0)
+    return CopyDistribution(jnp.where(valid, jax.nn.logsumexp(shares, axis=2), LOWEST), valid, gate)
+
+
+def log_distribution(
+    logits: Float[Array, "batch length vocabulary"],
+    pointer: Pointer | None,
+    index: Int[Array, "batch length"] | None = None,
+    method: Method = "auto",
+) -> Float[Array, "batch length vocabulary"]:
+    """The distribution path: log p(v) for every token v at every position.
+
+    Holds several arrays of (batch, length, vocabulary); meant for evaluation, generation and
+    distillation.
+
+    Args:
+      logits: LM-head logits z.
+      pointer: what the copy head says about the same positions; ``None`` for a baseline.
+      index: where each position lies among the pointer's candidates, for cached decoding; ``None`` if
+        positions and candidates are the same.
+      method: see :func:`~cplm_jax.kernels.scatter.logsumexp_by_token`.
+    """
+    logits = logits.astype(jnp.float32)
+    if pointer is None:
+        return _log_softmax(logits)
+    chex.assert_equal_shape_prefix([logits, pointer.query], 2)
+    if pointer.gate in ("context_logits", "context_logits_sum"):
+        return context_log_softmax(logits, pointer, index, method)[0]
+    copy = copy_distribution(logits, pointer, index)
+    log_copy = logsumexp_by_token(
+        copy.log_prob, copy.valid, pointer.candidates.tokens, logits.shape[-1], method
+    )
+    some_valid = jnp.any(copy.valid, axis=-1)[..., None]
+    return mix(_log_softmax(logits), log_copy, copy.gate[..., None], some_valid)
+
+
+def context_log_softmax(
+    logits: Float[Array, "batch length vocabulary"],
+    pointer: Pointer,
+    index: Int[Array, "batch length"] | None = None,
+    method: Method = "auto",
+) -> tuple[Float[Array, "batch length vocabulary"], Bool[Array, "batch length vocabulary"]]:
+    """The other mixture: one softmax over logits to which copy scores were added, where v occurs.
+
+    ``context_logits`` adds the log-sum-exp, and ``context_logits_sum`` the sum, of ``e_tj + b`` over the
+    occurrences of v and the pointers, as do the pointer variants of Softmax-CPR (Chang et al. 2023).
+
+    Args are those of :func:`log_distribution`.
+
+    Returns:
+      log p(v), and whether v received a score.
+    """
+    tokens, vocabulary = pointer.candidates.tokens, logits.shape[-1]
+    parts: tuple[Array, ...]
+    if pointer.gate == "context_logits":
+        copy = copy_distribution(logits, pointer, index)
+        log_match = logsumexp_by_token(copy.log_prob, copy.valid, tokens, vocabulary, method)
+        received = log_match > LOWEST
+        total = jnp.where(received, copy.gate[..., None], 0.0)
+        parts = (logits, total, jnp.where(received, log_match, 0.0))
+    else:
+        valid = pointer.valid(index)
+        scores = jnp.sum(copy_scores(pointer, index), axis=2)
+        added = sum_by_token(scores, valid, tokens, vocabulary, method)
+        occurrences = sum_by_token(jnp.ones_like(scores), valid, tokens, vocabulary, method)
+        received = occurrences > 0
+        parts = (logits, added, occurrences * jnp.sum(pointer.gate_term, axis=-1, keepdims=True))
+    return _logsumexp_of_sums(parts)[1], received
+
+
+def _context_terms(
+    hidden: Array, matrix: Array, targets: Array, pointer: Pointer, chunk: int | None
+) -> TargetTerms:
+    """:func:`target_terms` of the other mixture: its distribution path over blocks of positions."""
+    batch, length = targets.shape
+    candidates = pointer.candidates
+    if chunk is None:
+        per_position = batch * (matrix.shape[0] + pointer.query.shape[2] * candidates.tokens.shape[1])
+        block = block_length(length, per_position, LOGIT_BUDGET)
+    else:
+        block = max(1, chunk // batch)
+
+    def terms(
+        hidden: Array, targets: Array, index: Array, query: Array, term: Array, ids: Array
+    ) -> TargetTerms:
+        logits = einsum_float32("btd,vd->btv", hidden, matrix.astype(hidden.dtype))
+        part = Pointer(
+            query, term, ids, candidates, pointer.recency, pointer.confidence, pointer.gate, pointer.block
+        )
+        log_p, received = context_log_softmax(logits, part, index)
+        copy = copy_distribution(logits, part, index)
+        matches = copy.valid & (candidates.tokens[:, None, :] == targets[:, :, None])
+        return TargetTerms(
+            log_prob=_pick(log_p, targets),
+            gate=jnp.sum(jnp.where(received, jnp.exp(log_p), 0.0), axis=-1),
+            responsibility=jnp.any(matches, axis=-1).astype(jnp.float32),
+            log_copy=masked_logsumexp(copy.log_prob, matches),
+            lm_log_total=jax.nn.logsumexp(logits, axis=-1),
+        )
+
+    index = jnp.broadcast_to(jnp.arange(length), targets.shape)
+    arrays = (hidden, targets, index, pointer.query, pointer.gate_term, pointer.segment_ids)
+    return map_blocks(terms, block, *arrays)
 
 
 def _lm_total(
     logits: Float[Array, "batch length vocabulary"],
-) -> tuple[Float[Array, "batch length"], Float[Array, "batch length"]]:
+) -> tuple[Float[Array, "batch length 1"], Float[Array, "batch length 1"]]:
     """Returns the largest logit, without a gradient, and the log-sum-exp of what exceeds it."""
-    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
-    return peak, jnp.log(jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1))
+    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    return peak, jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
 
 
 def _log_softmax(logits: Float[Array, "batch length vocabulary"]) -> Float[Array, "batch length vocabulary"]:
     peak, rest = _lm_total(logits)
-    return (logits - peak[..., None]) - rest[..., None]
+    return (logits - peak) - rest
 
 
 def _pick(
@@ -215,82 +342,3 @@ def _pick(
     # gradient is no scatter.
     ids = jax.lax.broadcasted_iota(targets.dtype, values.shape, values.ndim - 1)
     return jnp.sum(jnp.where(ids == targets[..., None], values, 0.0), axis=-1)
-
-
-def target_terms(
-    logits: Float[Array, "batch length vocabulary"],
-    targets: Int[Array, "batch length"],
-    tokens: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
-    pointer: Pointer | None,
-) -> TargetTerms:
-    """The loss path: log-probability of each target and what copying contributed to it.
-
-    Args:
-      logits: LM-head logits z.
-      targets: y, the token that follows each position.
-      tokens: x, the tokens that candidates stand for.
-      segment_ids: document of each position; 0 is padding.
-      pointer: what the copy head says; ``None`` for a baseline.
-    """
-    chex.assert_equal_shape([targets, tokens, segment_ids])
-    chex.assert_shape(logits, (*targets.shape, None))
-    logits = logits.astype(jnp.float32)
-    if pointer is None:
-        log_lm = _pick(_log_softmax(logits), targets)
-        return TargetTerms(log_lm, jnp.zeros_like(log_lm), jnp.zeros_like(log_lm))
-    terms = _terms(logits, segment_ids, pointer)
-    matches = terms.valid & (tokens[:, None, :] == targets[:, :, None])
-    some_match = jnp.any(matches, axis=-1)
-    log_copy = jnp.where(some_match, masked_logsumexp(terms.scores, matches) - terms.log_total, LOWEST)
-    log_prob = mix(_pick(terms.log_lm, targets), log_copy, terms.gate, terms.some_valid)
-    responsibility = jnp.where(some_match, jnp.exp(jax.nn.log_sigmoid(terms.gate) + log_copy - log_prob), 0.0)
-    return TargetTerms(log_prob, jnp.where(terms.some_valid, jax.nn.sigmoid(terms.gate), 0.0), responsibility)
-
-
-def segment_logsumexp(
-    scores: Float[Array, "candidates ..."],
-    mask: Bool[Array, "candidates ..."],
-    ids: Int[Array, "candidates"],
-    num_segments: int,
-) -> tuple[Float[Array, "segments ..."], Bool[Array, "segments ..."]]:
-    """Log-sum-exp of the masked scores that share an id, and whether there is any.
-
-    The peak of each segment is taken out first, so that scores of any size keep their
-    precision. Segments without a score get ``LOWEST``.
-    """
-    peak = jax.ops.segment_max(jnp.where(mask, scores, LOWEST), ids, num_segments)
-    peak = jax.lax.stop_gradient(jnp.maximum(peak, LOWEST))
-    shifted = jnp.where(mask, scores - peak[ids], 0.0)
-    total = jax.ops.segment_sum(jnp.where(mask, jnp.exp(shifted), 0.0), ids, num_segments)
-    some = total > 0
-    return jnp.where(some, peak + jnp.log(jnp.where(some, total, 1.0)), LOWEST), some
-
-
-def log_distribution(
-    logits: Float[Array, "batch length vocabulary"],
-    tokens: Int[Array, "batch length"],
-    segment_ids: Int[Array, "batch length"],
-    pointer: Pointer | None,
-) -> Float[Array, "batch length vocabulary"]:
-    """The distribution path: log p(v) for every token v at every position.
-
-    Arguments are those of :func:`target_terms`. Holds several arrays of (batch, length,
-    vocabulary); meant for evaluation, generation and distillation.
-    """
-    chex.assert_equal_shape([tokens, segment_ids])
-    chex.assert_shape(logits, (*tokens.shape, None))
-    logits = logits.astype(jnp.float32)
-    if pointer is None:
-        return _log_softmax(logits)
-    terms = _terms(logits, segment_ids, pointer)
-
-    def scatter(scores_txj: Array, valid_txj: Array, ids_j: Array) -> tuple[Array, Array]:
-        # One scatter serves every position of a row: candidates lead, positions trail.
-        return segment_logsumexp(scores_txj.T, valid_txj.T, ids_j, logits.shape[-1])
-
-    log_match_bvt, some_match_bvt = jax.vmap(scatter)(terms.scores, terms.valid, tokens)
-    log_match = jnp.swapaxes(log_match_bvt, 1, 2)
-    some_match = jnp.swapaxes(some_match_bvt, 1, 2)
-    log_copy = jnp.where(some_match, log_match - terms.log_total[..., None], LOWEST)
-    return mix(terms.log_lm, log_copy, terms.gate[..., None], terms.some_valid[..., None])

@@ -1,10 +1,13 @@
-"""Matrix products whose result is float32 while every product runs in the operands' type."""
+"""Float32 arithmetic: products of narrower operands, and log-sum-exps that may be empty."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
+
+# Stands for minus infinity: finite, so that neither it nor its gradient makes a NaN.
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -41,3 +44,11 @@ def _backward(subscripts: str, operands: tuple[Array, Array], cotangent: Array) 
 
 
 einsum_float32.defvjp(_forward, _backward)
+
+
+def masked_logsumexp(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """Log-sum-exp of ``x`` over the last axis where ``mask``; ``LOWEST``, with zero gradient, if nowhere."""
+    peak = jax.lax.stop_gradient(jnp.max(jnp.where(mask, x, LOWEST), axis=-1, keepdims=True))
+    total = jnp.sum(jnp.where(mask, jnp.exp(jnp.where(mask, x - peak, 0.0)), 0.0), axis=-1)
+    some = jnp.any(mask, axis=-1)
+    return jnp.where(some, peak[..., 0] + jnp.log(jnp.where(some, total, 1.0)), LOWEST)

@@ -2,10 +2,11 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cplm_jax.config import Config, MeshConfig
@@ -18,6 +19,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # activations and batches
     "batch": ("data", "fsdp"),
     "length": ("sequence",),
+    "tokens": ("data", "fsdp", "sequence"),  # rows and positions as one axis
     # parameters
     "embed": ("fsdp",),
     # both
@@ -49,6 +51,77 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+
+
+def on_mesh(function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """Makes a function of one device's parts a function of whole arrays (``jax.shard_map``).
+
+    Where no mesh is in use, or one of a single device, the function itself is called. Inside it,
+    :func:`psum`, :func:`pmax`, :func:`sum_parts` and :func:`part_index` reach the other devices.
+
+    Args:
+      function: of arrays, or trees of them, as one device holds them.
+      in_axes: for each argument its logical axes, a tuple, or a tree of tuples.
+      out_axes: likewise for the result.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    in_specs, out_specs = jax.tree.map(partition_spec, (in_axes, out_axes), is_leaf=_is_axes)
+    # Replication is not tracked: functions with sums over the mesh bring their own gradients.
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _is_axes(node: Any) -> bool:
+    """Whether a node of a tree of logical axes is a leaf: a plain tuple of names."""
+    return type(node) is tuple and all(n is None or isinstance(n, str) for n in node)
+
+
+def _split_over(logical: str) -> tuple[str, ...]:
+    """Returns the mesh axes that split a logical axis here; none outside :func:`on_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(a for a in RULES[logical] if a in mesh.manual_axes and mesh.shape[a] > 1)
+
+
+def psum(x: jax.Array, logical: str) -> jax.Array:
+    """Sums over the devices that split a logical axis; the identity outside :func:`on_mesh`."""
+    axes = _split_over(logical)
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def pmax(x: jax.Array, logical: str) -> jax.Array:
+    """Largest over the devices that split a logical axis; the identity outside :func:`on_mesh`."""
+    axes = _split_over(logical)
+    return jax.lax.pmax(x, axes) if axes else x
+
+
+def parts(logical: str) -> int:
+    """Returns into how many parts a logical axis is split; 1 outside :func:`on_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[a] for a in _split_over(logical))
+
+
+def part_index(logical: str) -> jax.Array:
+    """Returns which part of a logical axis this device holds; 0 outside :func:`on_mesh`."""
+    axes = _split_over(logical)
+    return jax.lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def sum_parts(x: jax.Array, over: Sequence[str], axes: Sequence[str | None]) -> jax.Array:
+    """Sums over the devices that split the logical axes ``over`` and keeps this device's part.
+
+    Args:
+      x: what this device adds; its dimensions named in ``axes`` are whole where ``over`` splits them.
+      over: logical axes to sum over.
+      axes: logical axes of the result; a dimension whose mesh axis is summed over is scattered.
+    """
+    for mesh_axis in dict.fromkeys(a for logical in over for a in _split_over(logical)):
+        kept = [i for i, axis in enumerate(axes) if axis is not None and mesh_axis in RULES[axis]]
+        if kept:
+            x = jax.lax.psum_scatter(x, mesh_axis, scatter_dimension=kept[0], tiled=True)
+        else:
+            x = jax.lax.psum(x, mesh_axis)
+    return x
 
 
 def named_sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:

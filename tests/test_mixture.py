@@ -1,6 +1,7 @@
 """Both paths of the mixture against the float64 reference, values and gradients."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -11,66 +12,92 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cplm_jax import mixture
-from cplm_jax.mixture import Pointer
+from cplm_jax.pointer import Candidates, Pointer, occurs_in_context
+from cplm_jax.precision import LOWEST
 from tests import reference
 
-GATES = ("learned", "sentinel", "shared_softmax")
+GATES = ("learned", "sentinel", "shared_softmax", "confidence", "context_logits", "context_logits_sum")
 TOLERANCE = 1e-5
 
 
-def make_case(seed, shape, score_scale, logit_scale, gate_scale, documents, copyable):
-    """Random inputs whose scores are exact in float32, so that only the mixture itself rounds."""
+def exact(rng, shape, size):
+    """Numbers whose products, and sums of a few, are exact in float32: only the mixture itself rounds."""
+    return (rng.integers(-64, 65, shape) * 2.0 ** np.round(np.log2(size) - 6)).astype(np.float32)
+
+
+def make_case(
+    seed, shape, score_scale=1.0, logit_scale=1.0, gate_scale=1.0, documents="one", copyable=1.0, recency=None
+):
     rng = np.random.default_rng(seed)
-    batch, length, vocabulary = shape
+    batch, length, vocabulary, pointers = shape
     segments = np.zeros((batch, length), np.int32)
     for row in segments:
         used = rng.integers(0, length + 1) if documents == "padded" else length
         cuts = np.sort(rng.integers(0, used + 1, 2)) if documents != "one" else np.array([used, used])
         row[:used] = 1 + np.searchsorted(cuts, np.arange(used), side="right")
-    exact = functools.partial(rng.integers, -64, 65, (batch, length, 4))
-    return {
+    case = {
         "tokens": rng.integers(0, vocabulary, (batch, length), dtype=np.int32),
         "targets": rng.integers(0, vocabulary, (batch, length), dtype=np.int32),
         "segment_ids": segments,
-        "candidate": rng.random((batch, length)) < copyable,
-        "query": (exact() * 2.0 ** np.round(np.log2(score_scale) - 8)).astype(np.float32),
-        "key": (exact() * 2.0**-4).astype(np.float32),
-        "logits": (rng.standard_normal(shape) * logit_scale).astype(np.float32),
-        "gate_term": (rng.standard_normal((batch, length)) * gate_scale).astype(np.float32),
+        "copyable": rng.random((batch, length)) < copyable,
+        "hidden": exact(rng, (batch, length, 4), logit_scale / 4),
+        "matrix": exact(rng, (vocabulary, 4), 4.0),
+        "query": exact(rng, (batch, length, pointers, 4), score_scale / 4),
+        "key": exact(rng, (batch, length, pointers, 4), 4.0),
+        "gate_term": (rng.standard_normal((batch, length, pointers)) * gate_scale).astype(np.float32),
+        "confidence": rng.standard_normal((2, pointers)).astype(np.float32),
         "weights": rng.random((batch, length)).astype(np.float32),
     }
+    if recency is not None:
+        case["recency"] = (recency * 2.0 ** -rng.integers(0, 4, pointers)).astype(np.float32)
+    return case
 
 
-def pointer_of(inputs, case, gate="learned"):
-    return Pointer(inputs["query"], inputs["key"], case["candidate"], inputs["gate_term"], gate)
+def pointer_of(inputs, case, gate="learned", block=None):
+    candidates = Candidates(inputs["key"], case["tokens"], case["segment_ids"], case["copyable"])
+    return Pointer(
+        query=inputs["query"],
+        gate_term=inputs["gate_term"],
+        segment_ids=case["segment_ids"],
+        candidates=candidates,
+        recency=inputs.get("recency"),
+        confidence=inputs["confidence"] if gate == "confidence" else None,
+        gate=gate,
+        block=block,
+    )
 
 
-DIFFERENTIABLE = ("logits", "query", "key", "gate_term")
+def logits_of(inputs):
+    return jnp.einsum("btd,vd->btv", inputs["hidden"], inputs["matrix"], precision="highest")
 
 
-@functools.partial(jax.jit, static_argnames=("gate", "path"))
-def loss_and_gradients(case, gate, path):
+@functools.partial(jax.jit, static_argnames=("gate", "path", "cuts"))
+def loss_and_gradients(case, gate, path, cuts=(None, None)):
+    chunk, block = cuts
+
     def loss(inputs):
-        args = (case["tokens"], case["segment_ids"], pointer_of(inputs, case, gate))
+        pointer = pointer_of(inputs, case, gate, block)
         if path == "loss":
-            log_prob = mixture.target_terms(inputs["logits"], case["targets"], *args).log_prob
+            terms = mixture.target_terms(inputs["hidden"], inputs["matrix"], case["targets"], pointer, chunk)
+            log_prob = terms.log_prob
         else:
-            log_p = mixture.log_distribution(inputs["logits"], *args)
+            terms = log_p = mixture.log_distribution(logits_of(inputs), pointer, method=path)
             log_prob = jnp.take_along_axis(log_p, case["targets"][..., None], axis=-1)[..., 0]
-        return -jnp.sum(case["weights"] * log_prob), log_prob
+        return -jnp.sum(case["weights"] * log_prob), (log_prob, terms)
 
-    inputs = {n: case[n] for n in DIFFERENTIABLE}
-    (_, log_prob), gradients = jax.value_and_grad(loss, has_aux=True)(inputs)
-    return log_prob, gradients
+    inputs = {n: case[n] for n in reference.INPUTS if n in case}
+    (_, (log_prob, terms)), gradients = jax.value_and_grad(loss, has_aux=True)(inputs)
+    return log_prob, gradients, terms
+
+
+@functools.partial(jax.jit, static_argnames=("gate", "method"))
+def full_distribution(case, gate, method="segment_sum"):
+    return mixture.log_distribution(logits_of(case), pointer_of(case, case, gate), method=method)
 
 
 @functools.partial(jax.jit, static_argnames="gate")
-def full_distribution(case, gate):
-    args = (case["tokens"], case["segment_ids"], pointer_of(case, case, gate))
-    return (
-        mixture.log_distribution(case["logits"], *args),
-        mixture.target_terms(case["logits"], case["targets"], *args),
-    )
+def target_terms_of(case, gate):
+    return mixture.target_terms(case["hidden"], case["matrix"], case["targets"], pointer_of(case, case, gate))
 
 
 def assert_close(actual, expected, what):
@@ -80,41 +107,65 @@ def assert_close(actual, expected, what):
     np.testing.assert_allclose(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=what)
 
 
-def check_case(case, gate):
-    log_p, responsibility, gradients = reference.mixture(case, gate)
+def check_case(case, gate, cuts=(None, None), paths=("loss", "segment_sum")):
+    log_p, terms, gradients = reference.mixture(case, gate)
     expected = np.take_along_axis(log_p, case["targets"][..., None], -1)[..., 0]
-    for path in ("loss", "distribution"):
-        actual, actual_gradients = loss_and_gradients(case, gate, path)
+    for path in paths:
+        actual, actual_gradients, actual_terms = loss_and_gradients(case, gate, path, cuts)
         assert_close(actual, expected, f"{path} path")
-        for name in DIFFERENTIABLE:
-            size = max(1.0, np.abs(gradients[name]).max())
-            assert_close(
-                actual_gradients[name] / size, gradients[name] / size, f"{path} path, gradient of {name}"
-            )
-    actual, terms = full_distribution(case, gate)
-    assert_close(actual, log_p, "distribution")
-    assert_close(terms.responsibility, responsibility, "responsibility")
-    np.testing.assert_allclose(np.exp(np.asarray(actual, np.float64)).sum(-1), 1.0, rtol=TOLERANCE)
+        if path != "loss":
+            assert_close(actual_terms, log_p, f"distribution by {path}")
+            total = np.exp(np.asarray(actual_terms, np.float64)).sum(-1)
+            np.testing.assert_allclose(total, 1.0, rtol=TOLERANCE)
+        for name, value in gradients.items():
+            size = max(1.0, np.abs(value).max())
+            assert_close(actual_gradients[name] / size, value / size, f"{path} path, gradient of {name}")
+        if path == "loss":
+            for name, value in terms.items():
+                known = np.maximum(value, LOWEST)  # LOWEST stands for minus infinity
+                assert_close(getattr(actual_terms, name), known, name)
+
+
+# (batch, length, vocabulary, pointers), recency, (chunk, block): what compilation depends on.
+LAYOUTS = [
+    ((1, 1, 3, 1), None, (None, None)),
+    ((2, 7, 5, 1), None, (3, 2)),
+    ((1, 12, 17, 2), 0.5, (None, None)),
+    ((3, 5, 9, 3), 0.5, (4, 2)),
+]
 
 
 @pytest.mark.parametrize("gate", GATES)
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    shape=st.sampled_from([(1, 1, 3), (2, 7, 5), (1, 12, 17), (3, 5, 9)]),
+    layout=st.sampled_from(LAYOUTS),
     score_scale=st.sampled_from([0.25, 1.0, 16.0, 1e4]),
     logit_scale=st.sampled_from([0.1, 1.0, 30.0, 1e4]),
     gate_scale=st.sampled_from([0.0, 1.0, 100.0, 1e4]),
     documents=st.sampled_from(["one", "several", "padded"]),
     copyable=st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_both_paths_equal_the_reference(seed, gate, **kinds):
-    check_case(make_case(seed, **kinds), gate)
+def test_both_paths_equal_the_reference(seed, gate, layout, **kinds):
+    shape, recency, cuts = layout
+    check_case(make_case(seed, shape, recency=recency, **kinds), gate, cuts)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    score_scale=st.sampled_from([0.25, 1.0, 16.0]),
+    documents=st.sampled_from(["several", "padded"]),
+    copyable=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_one_hot_product_equals_the_reference(seed, gate, **kinds):
+    check_case(make_case(seed, (1, 12, 17, 2), **kinds), gate, paths=("one_hot",))
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_target_that_never_occurs_and_target_that_always_occurs(gate):
-    case = make_case(0, (2, 7, 5), 1.0, 1.0, 1.0, "one", 1.0)
+    case = make_case(0, (2, 7, 5, 1))
     for tokens, targets in ((0, 4), (4, 4)):
         check_case(
             {
@@ -128,69 +179,77 @@ def test_target_that_never_occurs_and_target_that_always_occurs(gate):
 
 @pytest.mark.parametrize("gate_value", [-1e9, -100.0, 100.0, 1e9])
 def test_saturated_learned_gate(gate_value):
-    case = make_case(1, (2, 7, 5), 1.0, 1.0, 0.0, "several", 0.5)
+    case = make_case(1, (2, 7, 5, 1), documents="several", copyable=0.5)
     case["gate_term"] = np.full_like(case["gate_term"], gate_value)
     check_case(case, "learned")
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_without_candidates_the_result_is_exactly_the_lm_head(gate):
-    case = make_case(2, (2, 7, 5), 1.0, 1.0, 1.0, "several", 0.0)
-    log_p, terms = full_distribution(case, gate)
-    baseline = mixture.log_distribution(
-        jnp.asarray(case["logits"]), case["tokens"], case["segment_ids"], None
-    )
-    chex.assert_trees_all_equal(log_p, jax.jit(lambda: baseline)())
+    case = make_case(2, (2, 7, 5, 1), documents="several", copyable=0.0)
+    log_p = full_distribution(case, gate)
+    baseline = jax.jit(lambda case: mixture.log_distribution(logits_of(case), None))(case)
+    if gate.startswith("context_logits"):  # the same numbers, summed by the other mixture's expression
+        np.testing.assert_allclose(log_p, baseline, rtol=1e-6)
+    else:
+        chex.assert_trees_all_equal(log_p, baseline)
+    terms = target_terms_of(case, gate)
     assert not np.asarray(terms.gate).any()
     assert not np.asarray(terms.responsibility).any()
 
 
-def test_control_tokens_other_documents_and_the_future_are_never_copied():
-    case = make_case(3, (1, 12, 17), 1.0, 1.0, 0.0, "one", 1.0)
+@pytest.mark.parametrize("gate", GATES)
+def test_control_tokens_other_documents_and_the_future_are_never_copied(gate):
+    case = make_case(3, (1, 12, 17, 2))
     case["tokens"] = np.arange(12, dtype=np.int32)[None]
     case["segment_ids"] = np.repeat([1, 2], 6)[None].astype(np.int32)
-    case["candidate"][0, 8] = False
-    case["gate_term"] = np.full_like(case["gate_term"], 100.0)  # nothing but copying
-    log_p, _ = full_distribution(case, "learned")
-    copied = np.asarray(log_p)[0] > -50
+    case["copyable"][0, 8] = False
+    before = np.asarray(mixture.log_distribution(logits_of(case), None))[0]
+    after = np.asarray(full_distribution(case, gate))[0]
     for t in range(12):
         start = 6 * (t // 6)
         allowed = [j for j in range(start, t + 1) if j != 8]
-        assert set(np.flatnonzero(copied[t])) <= set(allowed)
+        rest = np.setdiff1d(np.arange(17), allowed)
+        # All tokens that may not be copied lose alike.
+        changed = (after - before)[t, rest]
+        np.testing.assert_allclose(changed, changed[0], atol=1e-5)
 
 
-def test_occurs_in_context_matches_a_search():
-    case = make_case(4, (3, 5, 9), 1.0, 1.0, 1.0, "padded", 0.5)
-    found = np.asarray(
-        mixture.occurs_in_context(
-            *(jnp.asarray(case[n]) for n in ("tokens", "segment_ids", "candidate", "targets"))
-        )
-    )
+def test_occurs_in_context_matches_a_search(monkeypatch):
+    case = make_case(4, (3, 5, 9, 1), documents="padded", copyable=0.5)
+    arrays = [jnp.asarray(case[n]) for n in ("tokens", "segment_ids", "copyable", "targets")]
+    found = np.asarray(occurs_in_context(*arrays))
     for b, t in np.ndindex(found.shape):
         document = [j for j in range(t + 1) if case["segment_ids"][b, j] == case["segment_ids"][b, t]]
-        copyable = {case["tokens"][b, j] for j in document if case["candidate"][b, j]}
+        copyable = {case["tokens"][b, j] for j in document if case["copyable"][b, j]}
         assert found[b, t] == (case["targets"][b, t] in copyable)
+    monkeypatch.setattr("cplm_jax.pointer._MATCH_BUDGET", 30)  # blocks of two positions
+    np.testing.assert_array_equal(occurs_in_context(*arrays), found)
 
 
-def test_training_loss_holds_no_copy_distribution_over_the_vocabulary():
-    """Its gradient needs the LM head's (N, V) arrays, and no more of them with a copy head."""
-    vocabulary = 1013  # prime, so that no other array has it as a dimension
+@pytest.mark.parametrize("gate", GATES)
+def test_the_loss_path_never_holds_a_square_or_the_logits(gate):
+    """No array of the lowered program has two axes of the length, or tokens and vocabulary."""
+    length, vocabulary = 29, 31  # primes, so that no other array has them as dimensions
+    case = make_case(5, (2, length, vocabulary, 2), documents="several", recency=0.5)
 
-    def arrays_of_vocabulary_size(pointer):
-        case = make_case(5, (2, 7, vocabulary), 1.0, 1.0, 1.0, "one", 1.0)
+    def loss(inputs):
+        pointer = pointer_of(inputs, case, gate, block=8)
+        return jnp.sum(
+            mixture.target_terms(inputs["hidden"], inputs["matrix"], case["targets"], pointer, 6).log_prob
+        )
 
-        def loss(logits, pointer):
-            terms = mixture.target_terms(
-                logits, case["targets"], case["tokens"], case["segment_ids"], pointer
-            )
-            return jnp.sum(terms.log_prob)
-
-        text = jax.jit(jax.grad(loss, argnums=0)).lower(case["logits"], pointer).as_text()
-        assert "scatter" not in text
-        return {
-            line.split("tensor<")[-1].split(">")[0] for line in text.splitlines() if str(vocabulary) in line
-        }
-
-    case = make_case(5, (2, 7, vocabulary), 1.0, 1.0, 1.0, "one", 1.0)
-    shapes = arrays_of_vocabulary_size(pointer_of(case, case))
-    assert shapes <= arrays_of_vocabulary_size(None)
+    inputs = {n: case[n] for n in reference.INPUTS}
+    text = jax.jit(jax.grad(loss)).lower(inputs).as_text()
+    shapes = {
+        tuple(map(int, re.findall(r"(\d+)x", shape))) for shape in re.findall(r"tensor<([0-9x]+)", text)
+    }
+    assert any(vocabulary in shape for shape in shapes)
+    assert any((3 if gate.startswith("context_logits") else 8) in shape for shape in shapes)
+    padded = {length, 32, 58, 60}  # positions, and tokens of both rows, whole or padded to blocks
+    for shape in shapes:
+        long = [n for n in shape if n in padded]
+        assert len(long) < 2, shape
+        assert not (vocabulary in shape and long), shape
+    if not gate.startswith("context_logits"):
+        assert "scatter" not in text.replace("reduce_scatter", "")

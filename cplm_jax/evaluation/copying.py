@@ -10,16 +10,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from cplm_jax.data.pipeline import Batch
-from cplm_jax.mixture import (
-    LOWEST,
-    copy_scores,
-    log_distribution,
-    masked_logsumexp,
-    occurs_in_context,
-    target_terms,
-    valid_candidates,
-)
+from cplm_jax.mixture import copy_distribution, log_distribution, target_terms
 from cplm_jax.models.decoder import ModelDefinition
+from cplm_jax.pointer import occurs_in_context, valid_candidates
+from cplm_jax.precision import LOWEST, masked_logsumexp
 
 CALIBRATION_BINS = 10
 
@@ -42,7 +36,7 @@ class TokenReport(NamedTuple):
     copy_correct: Bool[Array, "batch length"]
     """Whether the target is the most probable token of the copy head alone."""
     source: Int[Array, "batch length"]
-    """Position of the occurrence of y_t with the highest copy score; -1 if there is none."""
+    """Position of the occurrence of y_t that the copy head thinks likeliest; -1 if there is none."""
 
 
 def token_report(definition: ModelDefinition, params: Any, batch: Batch) -> TokenReport:
@@ -59,22 +53,26 @@ def token_report(definition: ModelDefinition, params: Any, batch: Batch) -> Toke
 
 
 def _rows_report(definition: ModelDefinition, params: Any, batch: Batch) -> TokenReport:
-    outputs = definition.bind(params)(batch.tokens, batch.segment_ids, batch.positions, batch.copyable)
-    terms = target_terms(outputs.logits, batch.targets, batch.tokens, batch.segment_ids, outputs.pointer)
-    log_p = log_distribution(outputs.logits, batch.tokens, batch.segment_ids, outputs.pointer)
-    valid = valid_candidates(batch.copyable, batch.segment_ids)
-    present = _present(batch.tokens, valid, log_p.shape[-1])
+    model = definition.bind(params)
+    states = model.states(batch.tokens, batch.segment_ids, batch.positions)
+    pointer = model.pointer(states, batch.tokens, batch.segment_ids, batch.copyable)
+    terms = target_terms(states.hidden, model.lm_matrix, batch.targets, pointer, model.config.logit_chunk)
+    logits = model.logits(states.hidden)
+    log_p = log_distribution(logits, pointer)
+    present = _present(
+        batch.tokens,
+        valid_candidates(batch.copyable, batch.segment_ids, batch.segment_ids),
+        log_p.shape[-1],
+    )
     shape = batch.tokens.shape
     copy_correct, source = jnp.zeros(shape, bool), jnp.full(shape, -1, jnp.int32)
-    if outputs.pointer is not None:
-        scores = copy_scores(outputs.pointer)
-        pointed = valid_candidates(outputs.pointer.candidate, batch.segment_ids)
-        matches = pointed & (batch.tokens[:, None, :] == batch.targets[:, :, None])
-        source = jnp.where(
-            jnp.any(matches, -1), jnp.argmax(jnp.where(matches, scores, LOWEST), -1).astype(jnp.int32), -1
-        )
-        copied = _most_copied(scores, pointed, batch.tokens)
-        copy_correct = jnp.any(pointed, -1) & (copied == batch.targets)
+    if pointer is not None:
+        copy = copy_distribution(logits, pointer)
+        matches = copy.valid & (batch.tokens[:, None, :] == batch.targets[:, :, None])
+        likeliest = jnp.argmax(jnp.where(matches, copy.log_prob, LOWEST), -1).astype(jnp.int32)
+        source = jnp.where(jnp.any(matches, -1), likeliest, -1)
+        copied = _most_copied(copy.log_prob, copy.valid, batch.tokens)
+        copy_correct = jnp.any(copy.valid, -1) & (copied == batch.targets)
     return TokenReport(
         log_prob=terms.log_prob,
         correct=jnp.argmax(log_p, -1) == batch.targets,
@@ -99,13 +97,12 @@ def _present(
 
 
 def _most_copied(
-    scores: Float[Array, "batch length candidates"],
+    log_prob: Float[Array, "batch length candidates"],
     valid: Bool[Array, "batch length candidates"],
     tokens: Int[Array, "batch length"],
 ) -> Int[Array, "batch length"]:
     """Returns the token with the largest copy probability, all its occurrences together."""
-    peak = jnp.max(jnp.where(valid, scores, LOWEST), axis=-1, keepdims=True)
-    mass = jnp.where(valid, jnp.exp(jnp.where(valid, scores - peak, 0.0)), 0.0)
+    mass = jnp.where(valid, jnp.exp(log_prob), 0.0)
     same = (tokens[:, :, None] == tokens[:, None, :]).astype(mass.dtype)
     best = jnp.argmax(jnp.einsum("btj,bji->bti", mass, same), axis=-1)
     return jnp.take_along_axis(tokens, best, axis=-1)

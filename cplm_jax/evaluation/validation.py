@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from cplm_jax.data.pipeline import Batch
-from cplm_jax.mixture import occurs_in_context, target_terms
 from cplm_jax.models.decoder import ModelDefinition
+from cplm_jax.pointer import occurs_in_context
 
 
 class ValidationSums(NamedTuple):
@@ -79,13 +79,8 @@ class Validator:
 def _batch_sums(
     definition: ModelDefinition, params: Any, batch: Batch, byte_lengths: Int[Array, "vocabulary"]
 ) -> ValidationSums:
-    outputs = definition.bind(params)(batch.tokens, batch.segment_ids, batch.positions, batch.copyable)
-    terms = target_terms(
-        outputs.logits,
-        batch.targets,
-        batch.tokens,
-        batch.segment_ids,
-        outputs.pointer,
+    terms = definition.bind(params).target_terms(
+        batch.tokens, batch.targets, batch.segment_ids, batch.positions, batch.copyable
     )
     in_context = occurs_in_context(batch.tokens, batch.segment_ids, batch.copyable, batch.targets)
     mask = batch.loss_mask

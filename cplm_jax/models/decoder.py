@@ -1,6 +1,7 @@
 """The decoder-only transformer, with its LM head and optional copy head."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from cplm_jax import mixture
 from cplm_jax.config import ModelConfig
-from cplm_jax.models.attention import Attention, attention_mask
+from cplm_jax.mixture import TargetTerms, target_terms
+from cplm_jax.models.attention import Attention, attend
 from cplm_jax.models.copy_head import CopyHead
 from cplm_jax.models.layers import RMSNorm, SwiGLU, dropout, parameter
+from cplm_jax.pointer import Pointer
 from cplm_jax.precision import einsum_float32
 from cplm_jax.sharding import constrain
 
@@ -22,8 +24,24 @@ class Outputs(NamedTuple):
 
     logits: Float[Array, "batch length vocabulary"]
     """LM-head logits z, float32."""
-    pointer: mixture.Pointer | None
+    pointer: Pointer | None
     """What the copy head says; ``None`` for a baseline."""
+
+
+class States(NamedTuple):
+    """The decoder's states, from which both heads start, in the compute dtype."""
+
+    hidden: Float[Array, "batch length width"]
+    """h, after the final norm."""
+    key_states: Float[Array, "batch length width"] | None
+    """States after block ``copy_head.key_layer``; ``None`` if keys are made from h."""
+
+
+KeysValues = tuple[Array, Array]
+"""Attention keys and values, each (batch, length, kv_heads, head_width)."""
+
+Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
+"""Maps queries, keys, values and something of the layer to what the heads gather and something to keep."""
 
 
 class Block(nnx.Module):
@@ -46,12 +64,23 @@ class Block(nnx.Module):
         self.mlp = SwiGLU(config.width, config.mlp_width, residual_scale, rngs=rngs)
         self.dropout = config.dropout
 
-    def __call__(self, x: Array, positions: Array, mask: Array, key: Array | None) -> Array:
-        """Maps (batch, length, width) to the same; ``key`` draws the dropout."""
+    def __call__(
+        self, x: Array, positions: Array, attention: Attend, key: Array | None = None, extra: Any = None
+    ) -> tuple[Array, Any]:
+        """Maps (batch, length, width) to the same, and returns what ``attention`` keeps.
+
+        Args:
+          x: the residual stream.
+          positions: of each token in its document.
+          attention: gathers values for queries, given ``extra``.
+          key: draws the dropout.
+          extra: something of the layer for ``attention``.
+        """
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-        x = x + dropout(self.attention(self.attention_norm(x), positions, mask), self.dropout, attention_key)
+        mixed, kept = attention(*self.attention.project(self.attention_norm(x), positions), extra)
+        x = x + dropout(self.attention.merge(mixed), self.dropout, attention_key)
         x = x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, mlp_key)
-        return constrain(x, "batch", "length", None)
+        return constrain(x, "batch", "length", None), kept
 
 
 class Decoder(nnx.Module):
@@ -78,7 +107,9 @@ class Decoder(nnx.Module):
         )
         self.final_norm = RMSNorm(config.width, config.norm_epsilon)
         self.copy_head = (
-            None if config.copy_head is None else CopyHead(config.copy_head, config.width, rngs=rngs)
+            None
+            if config.copy_head is None
+            else CopyHead(config.copy_head, config.width, config.norm_epsilon, rngs=rngs)
         )
 
     @property
@@ -86,14 +117,64 @@ class Decoder(nnx.Module):
         """W, the LM head's matrix."""
         return self.embedding[...] if self.lm_head is None else self.lm_head[...]
 
-    def hidden(
+    def embed(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length width"]:
+        """Returns the residual stream before the first block, in the compute dtype."""
+        dtype = jnp.dtype(self.config.compute_dtype)
+        # Gathered over the parameters' split before the lookup, whose result is split over the batch.
+        table = constrain(self.embedding[...], "vocabulary", None)
+        # Looked up in float32: the gradient of a frequent token is a sum of thousands of terms. Scaled
+        # to unit variance, whatever the width, from an embedding that a tied LM head can use too.
+        x = (table[tokens] * self.config.width**0.5).astype(dtype)
+        return constrain(x, "batch", "length", None)
+
+    def run_blocks(
+        self,
+        x: Float[Array, "batch length width"],
+        positions: Int[Array, "batch length"],
+        attention: Attend,
+        extras: Any = None,
+        dropout_key: Array | None = None,
+    ) -> tuple[States, Any]:
+        """Runs all blocks.
+
+        Args:
+          x: what :meth:`embed` returns.
+          positions: position of each token in its document.
+          attention: see :class:`Block`.
+          extras: what each layer's ``attention`` is given, stacked along a leading axis.
+          dropout_key: draws the dropout; ``None`` for evaluation.
+
+        Returns:
+          The states, and what each layer's ``attention`` keeps, stacked.
+        """
+        config = self.config
+        graph, stacked = nnx.split(self.blocks)
+        keys = None if dropout_key is None else jax.random.split(dropout_key, config.layers)
+
+        def body(x: Array, layer: tuple[Any, Array | None, Any]) -> tuple[Array, Any]:
+            state, key, extra = layer
+            return nnx.merge(graph, state)(x, positions, attention, key, extra)
+
+        if config.rematerialize:
+            body = jax.checkpoint(body, prevent_cse=False)  # inside a scan CSE cannot undo it
+        xs = (stacked, keys, extras)
+        key_layer = None if config.copy_head is None else config.copy_head.key_layer
+        if key_layer is None:
+            x, kept = jax.lax.scan(body, x, xs)
+            return States(self.final_norm(x), None), kept
+        early, first = jax.lax.scan(body, x, jax.tree.map(lambda leaf: leaf[:key_layer], xs))
+        x, rest = jax.lax.scan(body, early, jax.tree.map(lambda leaf: leaf[key_layer:], xs))
+        kept = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, rest)
+        return States(self.final_norm(x), early), kept
+
+    def states(
         self,
         tokens: Int[Array, "batch length"],
         segment_ids: Int[Array, "batch length"],
         positions: Int[Array, "batch length"],
         dropout_key: Array | None = None,
-    ) -> Float[Array, "batch length width"]:
-        """Returns h, the states after the final norm, in the compute dtype.
+    ) -> States:
+        """Returns the states that both heads start from.
 
         Args:
           tokens: token ids, each below the vocabulary size.
@@ -101,25 +182,54 @@ class Decoder(nnx.Module):
           positions: position of each token in its document.
           dropout_key: draws the dropout; ``None`` for evaluation.
         """
-        dtype = jnp.dtype(self.config.compute_dtype)
-        # Gathered over the parameters' split before the lookup, whose result is split over the batch.
-        table = constrain(self.embedding[...], "vocabulary", None)
-        # Looked up in float32: the gradient of a frequent token is a sum of thousands of terms. Scaled
-        # to unit variance, whatever the width, from an embedding that a tied LM head can use too.
-        x = (table[tokens] * self.config.width**0.5).astype(dtype)
-        x = constrain(x, "batch", "length", None)
-        mask = attention_mask(segment_ids)
-        graph, stacked = nnx.split(self.blocks)
-        keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.layers)
 
-        def body(x: Array, layer: tuple[Any, Array | None]) -> tuple[Array, None]:
-            state, key = layer
-            return nnx.merge(graph, state)(x, positions, mask, key), None
+        def attention(query: Array, key: Array, value: Array, _: None) -> tuple[Array, None]:
+            return attend(query, key, value, segment_ids, self.config.attention_block), None
 
-        if self.config.rematerialize:
-            body = jax.checkpoint(body, prevent_cse=False)  # inside a scan CSE cannot undo it
-        x, _ = jax.lax.scan(body, x, (stacked, keys))
-        return self.final_norm(x)
+        states, _ = self.run_blocks(self.embed(tokens), positions, attention, dropout_key=dropout_key)
+        return states
+
+    def pointer(
+        self,
+        states: States,
+        tokens: Int[Array, "batch length"],
+        segment_ids: Int[Array, "batch length"],
+        copyable: Bool[Array, "batch length"],
+    ) -> Pointer | None:
+        """Returns what the copy head says; ``None`` for a baseline.
+
+        Args:
+          states: what :meth:`states` returns.
+          tokens: as for :meth:`states`.
+          segment_ids: likewise.
+          copyable: whether a position holds an ordinary token (no BOS, EOS or PAD).
+        """
+        if self.copy_head is None:
+            return None
+        return self.copy_head(states.hidden, tokens, segment_ids, copyable, states.key_states)
+
+    def logits(self, hidden: Float[Array, "batch length width"]) -> Float[Array, "batch length vocabulary"]:
+        """Returns the LM head's logits z, float32."""
+        z = einsum_float32("btd,vd->btv", hidden, self.lm_matrix.astype(hidden.dtype))
+        return constrain(z, "batch", "length", "vocabulary")
+
+    def target_terms(
+        self,
+        tokens: Int[Array, "batch length"],
+        targets: Int[Array, "batch length"],
+        segment_ids: Int[Array, "batch length"],
+        positions: Int[Array, "batch length"],
+        copyable: Bool[Array, "batch length"],
+        dropout_key: Array | None = None,
+    ) -> TargetTerms:
+        """Returns the log-probability of each target and its parts, by the loss path.
+
+        Args are those of :meth:`states` and :meth:`pointer`, and ``targets``, the token that follows each
+        position.
+        """
+        states = self.states(tokens, segment_ids, positions, dropout_key)
+        pointer = self.pointer(states, tokens, segment_ids, copyable)
+        return target_terms(states.hidden, self.lm_matrix, targets, pointer, self.config.logit_chunk)
 
     def __call__(
         self,
@@ -127,18 +237,13 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "batch length"],
         positions: Int[Array, "batch length"],
         copyable: Bool[Array, "batch length"],
-        dropout_key: Array | None = None,
     ) -> Outputs:
-        """Returns the outputs of both heads; :mod:`cplm_jax.mixture` makes probabilities of them.
+        """Returns the whole outputs of both heads, for :func:`cplm_jax.mixture.log_distribution`.
 
-        Args are those of :meth:`hidden`, and ``copyable``, whether a position holds an
-        ordinary token (no BOS, EOS or PAD).
+        Args are those of :meth:`states` and :meth:`pointer`.
         """
-        hidden = self.hidden(tokens, segment_ids, positions, dropout_key)
-        logits = einsum_float32("btd,vd->btv", hidden, self.lm_matrix.astype(hidden.dtype))
-        logits = constrain(logits, "batch", "length", "vocabulary")
-        pointer = None if self.copy_head is None else self.copy_head(hidden, segment_ids, copyable)
-        return Outputs(logits, pointer)
+        states = self.states(tokens, segment_ids, positions)
+        return Outputs(self.logits(states.hidden), self.pointer(states, tokens, segment_ids, copyable))
 
 
 class ModelDefinition(NamedTuple):

@@ -10,10 +10,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from cplm_jax.config import Config
+from cplm_jax.config import Config, TrainConfig
 from cplm_jax.data.pipeline import Batch
-from cplm_jax.mixture import target_terms
 from cplm_jax.models.decoder import ModelDefinition
+from cplm_jax.precision import LOWEST
 from cplm_jax.sharding import named_sharding, shardings
 from cplm_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
@@ -63,26 +63,29 @@ class _Sums(NamedTuple):
     gate: Float[Array, ""]
 
 
-def _loss_sum(
-    definition: ModelDefinition, params: Params, part: Batch, dropout_key: Array | None
+def _objective(
+    definition: ModelDefinition, train: TrainConfig, params: Params, part: Batch, dropout_key: Array | None
 ) -> tuple[Float[Array, ""], _Sums]:
-    """Returns the sum of -log p over the targets of one part of a batch."""
-    outputs = definition.bind(params)(
-        part.tokens, part.segment_ids, part.positions, part.copyable, dropout_key
+    """Returns what one part of a batch adds to the objective: -log p of its targets, and added losses."""
+    terms = definition.bind(params).target_terms(
+        part.tokens, part.targets, part.segment_ids, part.positions, part.copyable, dropout_key
     )
-    terms = target_terms(
-        outputs.logits,
-        part.targets,
-        part.tokens,
-        part.segment_ids,
-        outputs.pointer,
-    )
-    loss = -jnp.sum(jnp.where(part.loss_mask, terms.log_prob, 0.0))
-    return loss, _Sums(loss, jnp.sum(jnp.where(part.loss_mask, terms.gate, 0.0)))
+
+    def total(x: Array, where: Array = part.loss_mask) -> Float[Array, ""]:
+        return jnp.sum(jnp.where(where, x, 0.0))
+
+    sums = _Sums(loss=-total(terms.log_prob), gate=total(terms.gate))
+    objective = sums.loss
+    if train.z_loss:
+        objective = objective + train.z_loss * total(jnp.square(terms.lm_log_total))
+    if train.pointer_loss:
+        copied = part.loss_mask & (terms.log_copy > LOWEST)
+        objective = objective - train.pointer_loss * total(terms.log_copy, copied)
+    return objective, sums
 
 
 def batch_gradients(
-    definition: ModelDefinition, params: Params, batch: Batch, key: Array | None
+    definition: ModelDefinition, train: TrainConfig, params: Params, batch: Batch, key: Array | None
 ) -> tuple[Params, _Sums, Int[Array, ""]]:
     """Returns gradients, mean loss and mean gate of a batch, and its number of target tokens.
 
@@ -90,7 +93,7 @@ def batch_gradients(
     normalised by the target tokens of the whole batch, so the result does not depend on how the
     batch is cut.
     """
-    gradient = jax.value_and_grad(functools.partial(_loss_sum, definition), has_aux=True)
+    gradient = jax.value_and_grad(functools.partial(_objective, definition, train), has_aux=True)
     parts = batch.tokens.shape[0]
 
     def one(part: Batch, index: Int[Array, ""]) -> tuple[Params, _Sums]:
@@ -162,7 +165,9 @@ class Trainer:
         key = None
         if self.config.model.dropout > 0:
             key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        gradients, means, tokens = batch_gradients(self.definition, state.params, batch, key)
+        gradients, means, tokens = batch_gradients(
+            self.definition, self.config.train, state.params, batch, key
+        )
         updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
         metrics = StepMetrics(
             loss=means.loss,

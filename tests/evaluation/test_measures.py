@@ -31,7 +31,7 @@ def measured(request, tmp_path_factory):
         outputs = setup.definition.bind(params)(
             batch.tokens, batch.segment_ids, batch.positions, batch.copyable
         )
-        return log_distribution(outputs.logits, batch.tokens, batch.segment_ids, outputs.pointer)
+        return log_distribution(outputs.logits, outputs.pointer)
 
     targets = []
     for batch in batches:

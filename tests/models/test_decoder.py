@@ -12,8 +12,9 @@ from flax import nnx
 
 from cplm_jax import mixture
 from cplm_jax.config import CopyHeadConfig, ModelConfig
-from cplm_jax.models.attention import attention_mask
-from cplm_jax.models.decoder import define_model, parameter_count
+from cplm_jax.models.attention import attend
+from cplm_jax.models.decoder import States, define_model, parameter_count
+from cplm_jax.pointer import copy_scores
 
 VOCABULARY, LENGTH = 53, 16
 BASELINE = ModelConfig(
@@ -24,6 +25,25 @@ HEADS = [
     for gate in ("learned", "sentinel", "shared_softmax")
     for alignment in ("preceding", "containing", "both")
 ]
+
+# One for every other option of the copy head.
+RICHER = [
+    CopyHeadConfig(width=8, gate="confidence", pointers=2),
+    CopyHeadConfig(width=8, gate="learned", pointers=3, alignment="both", recency_bias=True),
+    CopyHeadConfig(width=8, gate="sentinel", normalize=True, pointers=2),
+    CopyHeadConfig(width=8, gate="shared_softmax", key_layer=1, pointers=2),
+    CopyHeadConfig(width=8, gate="context_logits", pointers=2),
+    CopyHeadConfig(width=8, gate="context_logits_sum"),
+]
+
+
+def name_of(head):
+    if head is None:
+        return "baseline"
+    default = CopyHeadConfig(width=8)
+    options = {f.name: getattr(head, f.name) for f in dataclasses.fields(head)}
+    changed = {n: v for n, v in options.items() if v != getattr(default, n)}
+    return "-".join(f"{n}={v}" for n, v in changed.items()) or "default"
 
 
 def with_head(head, **changes):
@@ -39,15 +59,22 @@ def make_batch(seed=0, rows=2):
     return tokens, segment_ids, positions, np.ones_like(tokens, bool)
 
 
-def outputs_of(config, params, batch, key=None):
+def outputs_of(config, params, batch):
     definition = define_model(config)
-    return jax.jit(lambda p, b: definition.bind(p)(*b, key))(params, batch)
+    return jax.jit(lambda p, b: definition.bind(p)(*b))(params, batch)
+
+
+def target_terms(definition, params, batch, key=None):
+    """The loss path for targets that are the batch's tokens, shifted and wrapped round."""
+    tokens, segment_ids, positions, copyable = batch
+    targets = jnp.roll(jnp.asarray(tokens), -1, axis=1)
+    return definition.bind(params).target_terms(tokens, targets, segment_ids, positions, copyable, key)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def distribution(config, params, batch):
     outputs = define_model(config).bind(params)(*batch)
-    return mixture.log_distribution(outputs.logits, batch[0], batch[1], outputs.pointer)
+    return mixture.log_distribution(outputs.logits, outputs.pointer)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -77,12 +104,9 @@ def test_learned_gate_forced_shut_is_the_baseline():
     np.testing.assert_allclose(
         distribution(config, params, batch), distribution(BASELINE, shared, batch), rtol=1e-6, atol=1e-6
     )
-    tokens, segment_ids, _, _ = batch
-    targets = np.roll(tokens, -1, axis=1)
-    outputs, plain = outputs_of(config, params, batch), outputs_of(BASELINE, shared, batch)
     np.testing.assert_allclose(
-        mixture.target_terms(outputs.logits, targets, tokens, segment_ids, outputs.pointer).log_prob,
-        mixture.target_terms(plain.logits, targets, tokens, segment_ids, None).log_prob,
+        target_terms(define_model(config), params, batch).log_prob,
+        target_terms(define_model(BASELINE), shared, batch).log_prob,
         rtol=1e-6,
         atol=1e-6,
     )
@@ -113,11 +137,7 @@ def test_a_document_does_not_see_its_neighbour(config):
     untied = definition.init(jax.random.key(1))
 
     def loss(params):
-        outputs = definition.bind(params)(tokens, *batch[1:])
-        terms = mixture.target_terms(
-            outputs.logits, np.roll(batch[0], -1, axis=1), tokens, batch[1], outputs.pointer
-        )
-        return jnp.sum(terms.log_prob[:, half:])
+        return jnp.sum(target_terms(definition, params, (tokens, *batch[1:])).log_prob[:, half:])
 
     gradient = np.asarray(jax.jit(jax.grad(loss))(untied)["embedding"])
     first_only = np.setdiff1d(tokens[:, :half], tokens[:, half:])
@@ -145,21 +165,16 @@ def test_scanned_blocks_equal_the_blocks_one_after_the_other():
     x = params["embedding"][tokens] * BASELINE.width**0.5
     for i in range(BASELINE.layers):
         block = nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], stacked))
-        x = block(x, positions, attention_mask(segment_ids), None)
-    np.testing.assert_allclose(
-        model.final_norm(x), model.hidden(tokens, segment_ids, positions), rtol=1e-5, atol=1e-5
-    )
+        x, _ = block(x, positions, lambda q, k, v, _: (attend(q, k, v, segment_ids), None))
+    states = model.states(tokens, segment_ids, positions)
+    np.testing.assert_allclose(model.final_norm(x), states.hidden, rtol=1e-5, atol=1e-5)
 
 
 def gradient_of(config, params, batch):
     definition = define_model(config)
 
     def loss(params):
-        outputs = definition.bind(params)(*batch)
-        terms = mixture.target_terms(
-            outputs.logits, np.roll(batch[0], -1, 1), batch[0], batch[1], outputs.pointer
-        )
-        return -jnp.mean(terms.log_prob)
+        return -jnp.mean(target_terms(definition, params, batch).log_prob)
 
     return jax.jit(jax.value_and_grad(loss))(params)
 
@@ -198,9 +213,7 @@ def test_gradient_of_a_frequent_token_is_summed_in_float32():
         definition = define_model(config)
 
         def loss(params):
-            outputs = definition.bind(params)(tokens, ones, positions, ones > 0)
-            terms = mixture.target_terms(outputs.logits, np.roll(tokens, -1, 1), tokens, ones, None)
-            return -jnp.sum(terms.log_prob)
+            return -jnp.sum(target_terms(definition, params, (tokens, ones, positions, ones > 0)).log_prob)
 
         return np.asarray(jax.jit(jax.grad(loss))(params)["embedding"])[5]
 
@@ -208,56 +221,110 @@ def test_gradient_of_a_frequent_token_is_summed_in_float32():
     assert np.linalg.norm(half - full) < 0.02 * np.linalg.norm(full)
 
 
-def test_backward_products_stay_in_bfloat16():
-    """Of the LM head and of the copy scores: three products each, none of them in float32."""
-    config = dataclasses.replace(with_head(HEADS[0]), compute_dtype="bfloat16", layers=1)
+@pytest.mark.parametrize("cuts", [(None, None), (8, 8)])
+def test_products_of_both_heads_stay_in_bfloat16_and_accumulate_in_float32(cuts):
+    head = dataclasses.replace(HEADS[0], score_block=cuts[1])
+    config = dataclasses.replace(with_head(head), compute_dtype="bfloat16", layers=1, logit_chunk=cuts[0])
     definition, batch = define_model(config), make_batch()
 
-    def loss(params):
-        outputs = definition.bind(params)(*batch)
-        terms = mixture.target_terms(
-            outputs.logits, np.roll(batch[0], -1, 1), batch[0], batch[1], outputs.pointer
-        )
-        return -jnp.mean(terms.log_prob)
+    def loss(states, matrix, query, key):
+        model = definition.bind(definition.init(jax.random.key(0)))
+        pointer = model.pointer(States(states, None), batch[0], batch[1], batch[3])
+        candidates = dataclasses.replace(pointer.candidates, key=key)
+        pointer = dataclasses.replace(pointer, query=query, candidates=candidates)
+        return jnp.sum(mixture.target_terms(states, matrix, batch[0], pointer, cuts[0]).log_prob)
 
-    text = jax.jit(jax.grad(loss)).lower(definition.init(jax.random.key(0))).as_text()
-    products = [line for line in text.splitlines() if "dot_general" in line]
-    sized = [line for line in products if f"x{VOCABULARY}x" in line or f"{LENGTH}x{LENGTH}x" in line]
-    operands = [line.split(" : ")[-1].split("->")[0] for line in sized]
-    of_heads = [o for o in operands if f"x{VOCABULARY}x" in o or f"2x{LENGTH}x{LENGTH}x" in o]
-    assert (
-        len([o for o in of_heads if f"x{VOCABULARY}x" in o]) == 2
-    )  # the backward ones; the forward has it last
-    assert of_heads
-    assert not [o for o in of_heads if "xf32>" in o], of_heads
+    hidden = jnp.zeros((2, LENGTH, 32), jnp.bfloat16)
+    copy = jnp.zeros((2, LENGTH, 1, 8), jnp.bfloat16)
+    matrix = jnp.zeros((VOCABULARY, 32), jnp.float32)
+    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(hidden, matrix, copy, copy).as_text()
+    types = [line.split(" : ")[-1] for line in text.splitlines() if "dot_general" in line]
+    lm = [t for t in types if f"x{VOCABULARY}x" in t or f"<{VOCABULARY}x" in t]
+    scores = [t for t in types if "x1x8x" in t and t not in lm]
+    # Forward, of the states and of the matrix or keys; and forward again where blocks are recomputed.
+    assert len(lm) == (3 if cuts[0] is None else 4)
+    assert len(scores) >= 3
+    for kind in (*lm, *scores):
+        operands, result = kind.split("->")
+        assert "f32" not in operands, kind
+        assert "f32" in result, kind
 
 
 def test_dropout_needs_its_key_and_changes_with_it():
     config, batch = dataclasses.replace(BASELINE, dropout=0.3), make_batch()
     params = define_model(config).init(jax.random.key(2))
-    plain = outputs_of(config, params, batch).logits
-    np.testing.assert_array_equal(plain, outputs_of(BASELINE, params, batch).logits)
-    first, again, other = (outputs_of(config, params, batch, jax.random.key(k)).logits for k in (0, 0, 1))
+
+    def log_prob(config, key=None):
+        return target_terms(define_model(config), params, batch, key).log_prob
+
+    plain = log_prob(config)
+    np.testing.assert_array_equal(plain, log_prob(BASELINE))
+    first, again, other = (log_prob(config, jax.random.key(k)) for k in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert np.abs(np.asarray(first) - np.asarray(plain)).max() > 1e-3
     assert np.abs(np.asarray(first) - np.asarray(other)).max() > 1e-3
 
 
-def test_every_parameter_has_logical_axes_and_gets_a_gradient():
-    for head in [None, *HEADS]:
-        definition = define_model(with_head(head))
-        axes = definition.logical_axes
-        jax.tree.map(
-            lambda shape, a: chex.assert_rank(shape, len(a)),
-            definition.shapes,
-            jax.tree.map(lambda a: a, axes, is_leaf=lambda x: isinstance(x, tuple)),
-        )
-    config = with_head(HEADS[2])
-    params = define_model(config).init(jax.random.key(2))
+@pytest.mark.parametrize("head", [None, *HEADS, *RICHER], ids=name_of)
+def test_every_parameter_has_logical_axes_and_gets_a_gradient(head):
+    config = with_head(head)
+    definition = define_model(config)
+    jax.tree.map(
+        lambda shape, axes: chex.assert_rank(shape, len(axes)),
+        definition.shapes,
+        definition.logical_axes,
+    )
+    params = definition.init(jax.random.key(2))
     _, gradient = gradient_of(config, params, make_batch())
     chex.assert_tree_all_finite(gradient)
-    assert all(np.asarray(g).any() for g in jax.tree.leaves(gradient))
-    assert parameter_count(params) == parameter_count(define_model(config).shapes)
+    for path, g in jax.tree_util.tree_leaves_with_path(gradient):
+        assert np.asarray(g).any(), path
+    assert parameter_count(params) == parameter_count(definition.shapes)
+
+
+@pytest.mark.parametrize("head", [*HEADS, *RICHER], ids=name_of)
+def test_both_paths_agree_in_the_model(head):
+    config, batch = with_head(head), make_batch()
+    params = define_model(config).init(jax.random.key(2))
+    log_p = distribution(config, params, batch)
+    targets = np.roll(batch[0], -1, axis=1)
+    picked = np.take_along_axis(np.asarray(log_p), targets[..., None], -1)[..., 0]
+    terms = jax.jit(functools.partial(target_terms, define_model(config)))(params, batch)
+    np.testing.assert_allclose(terms.log_prob, picked, rtol=1e-5, atol=1e-5)
+
+
+def test_normalised_scores_are_cosines_times_the_temperature():
+    config, batch = with_head(CopyHeadConfig(width=8, pointers=2, normalize=True)), make_batch()
+    params = define_model(config).init(jax.random.key(2))
+    params["copy_head"]["log_temperature"] = jnp.log(jnp.array([3.0, 5.0]))
+    pointer = outputs_of(config, params, batch).pointer
+    scores = np.asarray(copy_scores(pointer))
+    q, k = np.asarray(pointer.query), np.asarray(pointer.candidates.key)
+    lengths = (
+        np.linalg.norm(q, axis=-1)[:, :, :, None] * np.linalg.norm(k, axis=-1).transpose(0, 2, 1)[:, None]
+    )
+    cosines = np.einsum("btpc,bjpc->btpj", q, k) / np.maximum(lengths, 1e-9)
+    expected = cosines * np.array([3.0, 5.0])[None, None, :, None]
+    np.testing.assert_allclose(scores[..., 1:], expected[..., 1:], rtol=1e-4, atol=1e-5)
+
+
+def test_keys_from_an_earlier_layer_do_not_see_later_ones():
+    config, batch = with_head(CopyHeadConfig(width=8, key_layer=1)), make_batch()
+    params = define_model(config).init(jax.random.key(2))
+    changed = jax.tree.map(lambda x: x, params)
+    changed["blocks"] = jax.tree.map(lambda x: x.at[1:].multiply(1.5), params["blocks"])
+    before, after = (outputs_of(config, p, batch).pointer for p in (params, changed))
+    np.testing.assert_array_equal(before.candidates.key, after.candidates.key)
+    assert (np.asarray(before.query) != np.asarray(after.query)).any()
+
+
+@pytest.mark.parametrize("block", [1, 5, 8, 16])
+def test_attention_over_blocks_of_queries_equals_attention_at_once(block):
+    batch = make_batch()
+    params = define_model(BASELINE).init(jax.random.key(2))
+    loss, gradient = gradient_of(dataclasses.replace(BASELINE, attention_block=LENGTH), params, batch)
+    in_blocks = gradient_of(dataclasses.replace(BASELINE, attention_block=block), params, batch)
+    chex.assert_trees_all_close((loss, gradient), in_blocks, rtol=1e-5, atol=1e-6)
 
 
 def test_the_copy_head_is_light():

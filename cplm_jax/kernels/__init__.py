@@ -1,0 +1,1 @@
+"""Blockwise computations whose memory grows with the length, not with its square or the vocabulary."""

@@ -1,0 +1,177 @@
+"""The LM head's share of the loss, over chunks of tokens: no (tokens, vocabulary) array is ever whole.
+
+The idea of computing a cross-entropy from states and matrix chunk by chunk, recomputing logits in
+the backward pass, is that of Wijmans et al. 2024 (Cut Your Losses); here log-sum-exp and target logit
+come out apart, each with its own gradient, because the mixture weighs every token differently.
+"""
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from cplm_jax.kernels.blocks import block_length, cut, join
+from cplm_jax.sharding import on_mesh, part_index, pmax, psum, sum_parts
+
+# Logits held at a time, on each device: 128 MiB in float32.
+LOGIT_BUDGET = 2**25
+
+
+class LMTerms(NamedTuple):
+    """``lse(z_t) = peak + rest`` and ``z_t[y_t] = peak + target``, each (batch, length), float32.
+
+    ``peak`` is the largest logit and has no gradient. With it apart, differences of large
+    logits keep their precision.
+    """
+
+    peak: Float[Array, "batch length"]
+    rest: Float[Array, "batch length"]
+    target: Float[Array, "batch length"]
+
+
+_HIDDEN, _MATRIX, _TOKENS = ("batch", "length", None), ("vocabulary", None), ("batch", "length")
+
+
+def lm_terms(
+    hidden: Float[Array, "batch length width"],
+    matrix: Float[Array, "vocabulary width"],
+    targets: Int[Array, "batch length"],
+    chunk: int | None = None,
+) -> LMTerms:
+    """Returns log-sum-exp of the logits ``z = W h`` and the targets' logits.
+
+    Products run in the type of ``hidden`` and accumulate in float32, forward and backward. The
+    vocabulary may be split over the mesh; only sums of (batch, length) are exchanged forward.
+
+    Args:
+      hidden: h, in the compute dtype.
+      matrix: W, float32.
+      targets: y, each below the vocabulary size.
+      chunk: tokens whose logits exist at a time on a device; ``None`` chooses.
+    """
+    chex.assert_equal_shape_prefix([hidden, targets], 2)
+    return _lm_terms(hidden, matrix, targets, chunk)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _lm_terms(hidden: Array, matrix: Array, targets: Array, chunk: int | None) -> LMTerms:
+    terms, _ = _forward(hidden, matrix, targets, chunk)
+    return terms
+
+
+def _forward(hidden: Array, matrix: Array, targets: Array, chunk: int | None) -> tuple[LMTerms, tuple]:
+    run = on_mesh(
+        functools.partial(_local_forward, chunk),
+        (_HIDDEN, _MATRIX, _TOKENS),
+        (LMTerms._make([_TOKENS] * 3), ("tokens", "vocabulary")),
+    )
+    terms, logits = run(hidden, matrix, targets)
+    return terms, (hidden, matrix, targets, terms, logits)
+
+
+def _backward(chunk: int | None, residuals: tuple, cotangents: LMTerms) -> tuple[Array, Array, None]:
+    hidden, matrix, targets, terms, logits = residuals
+    run = on_mesh(
+        functools.partial(_local_backward, chunk),
+        (_HIDDEN, _MATRIX, _TOKENS, (_TOKENS,) * 3, ("tokens", "vocabulary"), (_TOKENS,) * 3),
+        (_HIDDEN, ("vocabulary", "embed")),
+    )
+    d_hidden, d_matrix = run(hidden, matrix, targets, tuple(terms), logits, tuple(cotangents))
+    return d_hidden, d_matrix, None
+
+
+_lm_terms.defvjp(_forward, _backward)
+
+
+def _logits(hidden_nd: Array, matrix_vd: Array) -> Array:
+    return jnp.einsum("nd,vd->nv", hidden_nd, matrix_vd, preferred_element_type=jnp.float32)
+
+
+def _is_target(targets_n: Array, vocabulary: int) -> Array:
+    """Returns where the target's logit lies in this device's part of the vocabulary, (n, vocabulary)."""
+    first = part_index("vocabulary") * vocabulary
+    return jnp.arange(vocabulary)[None] == (targets_n - first)[:, None]
+
+
+def _tokens_of(chunk: int | None, hidden: Array, matrix: Array) -> int:
+    tokens = hidden.shape[0] * hidden.shape[1]
+    return min(tokens, chunk) if chunk is not None else block_length(tokens, matrix.shape[0], LOGIT_BUDGET)
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _local_forward(
+    chunk: int | None, hidden: Array, matrix: Array, targets: Array
+) -> tuple[LMTerms, Array | None]:
+    """On one device's rows and part of the vocabulary; also the logits, if they are a single chunk."""
+    shape, matrix_vd = targets.shape, matrix.astype(hidden.dtype)
+    size = _tokens_of(chunk, hidden, matrix)
+
+    def one(hidden_nd: Array, targets_n: Array) -> tuple[LMTerms, Array]:
+        z_nv = _logits(hidden_nd, matrix_vd)
+        peak = pmax(jnp.max(z_nv, axis=-1), "vocabulary")
+        shifted = z_nv - peak[:, None]
+        total = psum(jnp.sum(jnp.exp(shifted), axis=-1), "vocabulary")
+        target = jnp.sum(jnp.where(_is_target(targets_n, z_nv.shape[-1]), shifted, 0.0), axis=-1)
+        return LMTerms(peak, jnp.log(total), psum(target, "vocabulary")), z_nv
+
+    flat_hidden, flat_targets = _flat(hidden), _flat(targets)
+    if size == targets.size:
+        terms, logits = one(flat_hidden, flat_targets)  # recomputing a single chunk would save nothing
+    else:
+        xs = (cut(flat_hidden, 0, size), cut(flat_targets, 0, size))
+        terms = jax.lax.map(lambda x: one(*x)[0], xs)
+        terms, logits = jax.tree.map(lambda y: join(y, 0, targets.size), terms), None
+    return jax.tree.map(lambda y: y.reshape(shape), terms), logits
+
+
+def _local_backward(
+    chunk: int | None,
+    hidden: Array,
+    matrix: Array,
+    targets: Array,
+    terms: tuple[Array, Array, Array],
+    logits: Array | None,
+    cotangents: tuple[Array, Array, Array],
+) -> tuple[Array, Array]:
+    """Gradients of one device's rows, summed over the mesh."""
+    dtype = hidden.dtype
+    matrix_vd = matrix.astype(dtype)
+    size = _tokens_of(chunk, hidden, matrix)
+    peak, rest, _ = terms
+    _, d_rest, d_target = cotangents
+
+    def one(x: tuple[Array, ...], z_nv: Array | None = None) -> tuple[Array, Array]:
+        hidden_nd, targets_n, peak_n, rest_n, d_rest_n, d_target_n = x
+        if z_nv is None:
+            z_nv = _logits(hidden_nd, matrix_vd)
+        softmax = jnp.exp((z_nv - peak_n[:, None]) - rest_n[:, None])
+        onehot = _is_target(targets_n, z_nv.shape[-1])
+        d_z = d_rest_n[:, None] * softmax + jnp.where(onehot, d_target_n[:, None], 0.0)
+        # In the compute dtype, as the forward products; left alone, float32 would make them slow.
+        d_z = d_z.astype(dtype)
+        d_hidden = jnp.einsum("nv,vd->nd", d_z, matrix_vd, preferred_element_type=jnp.float32)
+        d_matrix = jnp.einsum("nv,nd->vd", d_z, hidden_nd, preferred_element_type=jnp.float32)
+        return d_hidden, d_matrix
+
+    xs = tuple(_flat(x) for x in (hidden, targets, peak, rest, d_rest, d_target))
+    if logits is not None:
+        d_hidden, d_matrix = one(xs, logits)
+    else:
+
+        def step(total: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
+            d_hidden, d_matrix = one(x)
+            return total + d_matrix, d_hidden
+
+        d_matrix, d_hidden = jax.lax.scan(
+            step, jnp.zeros(matrix.shape, jnp.float32), tuple(cut(x, 0, size) for x in xs)
+        )
+        d_hidden = join(d_hidden, 0, targets.size)
+    d_hidden = psum(d_hidden, "vocabulary").reshape(hidden.shape).astype(dtype)
+    d_matrix = sum_parts(d_matrix, over=("batch", "length"), axes=("vocabulary", "embed"))
+    return d_hidden, d_matrix.astype(matrix.dtype)
