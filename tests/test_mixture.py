@@ -17,6 +17,7 @@ from cplm_jax.precision import LOWEST
 from tests import reference
 
 GATES = ("learned", "sentinel", "shared_softmax", "confidence", "context_logits", "context_logits_sum")
+GATED = GATES[:4]
 TOLERANCE = 1e-5
 
 
@@ -227,7 +228,7 @@ def test_occurs_in_context_matches_a_search(monkeypatch):
     np.testing.assert_array_equal(occurs_in_context(*arrays), found)
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", GATED)
 def test_the_loss_path_never_holds_a_square_or_the_logits(gate):
     """No array of the lowered program has two axes of the length, or tokens and vocabulary."""
     length, vocabulary = 29, 31  # primes, so that no other array has them as dimensions
@@ -235,21 +236,58 @@ def test_the_loss_path_never_holds_a_square_or_the_logits(gate):
 
     def loss(inputs):
         pointer = pointer_of(inputs, case, gate, block=8)
-        return jnp.sum(
-            mixture.target_terms(inputs["hidden"], inputs["matrix"], case["targets"], pointer, 6).log_prob
-        )
+        terms = mixture.target_terms(inputs["hidden"], inputs["matrix"], case["targets"], pointer, 6)
+        return jnp.sum(terms.log_prob)
 
-    inputs = {n: case[n] for n in reference.INPUTS}
-    text = jax.jit(jax.grad(loss)).lower(inputs).as_text()
+    text = jax.jit(jax.grad(loss)).lower({n: case[n] for n in reference.INPUTS}).as_text()
     shapes = {
         tuple(map(int, re.findall(r"(\d+)x", shape))) for shape in re.findall(r"tensor<([0-9x]+)", text)
     }
     assert any(vocabulary in shape for shape in shapes)
-    assert any((3 if gate.startswith("context_logits") else 8) in shape for shape in shapes)
+    assert any(8 in shape for shape in shapes)
     padded = {length, 32, 58, 60}  # positions, and tokens of both rows, whole or padded to blocks
     for shape in shapes:
         long = [n for n in shape if n in padded]
         assert len(long) < 2, shape
         assert not (vocabulary in shape and long), shape
-    if not gate.startswith("context_logits"):
-        assert "scatter" not in text.replace("reduce_scatter", "")
+    assert "scatter" not in text
+
+
+def temporary_memory(gate, length, tokens, vocabulary, cuts):
+    """Bytes of the compiled value and gradient of the loss, as XLA counts them."""
+    rows = tokens // length
+    shapes = {
+        "hidden": (rows, length, 32),
+        "matrix": (vocabulary, 32),
+        "query": (rows, length, 2, 16),
+        "key": (rows, length, 2, 16),
+        "gate_term": (rows, length, 2),
+        "confidence": (2, 2),
+    }
+    inputs = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in shapes.items()}
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    case = dict.fromkeys(("tokens", "targets", "segment_ids"), ids)
+    case["copyable"] = jax.ShapeDtypeStruct((rows, length), jnp.bool_)
+
+    def loss(inputs, case):
+        pointer = pointer_of(inputs, case, gate, cuts[1])
+        terms = mixture.target_terms(inputs["hidden"], inputs["matrix"], case["targets"], pointer, cuts[0])
+        return jnp.sum(terms.log_prob)
+
+    return (
+        jax.jit(jax.value_and_grad(loss)).lower(inputs, case).compile().memory_analysis().temp_size_in_bytes
+    )
+
+
+@pytest.mark.parametrize("gate", ["learned", "confidence", "context_logits"])
+def test_memory_of_the_loss_grows_at_most_linearly_with_the_length(gate):
+    """At a fixed number of tokens, and far below what whole scores and logits take."""
+    tokens, vocabulary, cuts = 8192, 1024, (64 if gate == "context_logits" else 256, 128)
+    used = {
+        length: temporary_memory(gate, length, tokens, vocabulary, (256, 128))
+        for length in (1024, 2048, 8192)
+    }
+    assert used[2048] <= 2.2 * used[1024]
+    assert used[8192] <= 4.4 * used[2048]
+    logits, scores = 4 * tokens * vocabulary, 4 * tokens * 8192 * 2
+    assert used[8192] < (logits + scores) / 8
