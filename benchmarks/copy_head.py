@@ -4,17 +4,15 @@
     python benchmarks/copy_head.py --target tpu-v5e    # compiles for a TPU: needs libtpu, but no TPU
     python benchmarks/copy_head.py --config mine.yaml --lengths 1024,2048 --model.copy_head.width 128
 
-Every row is a shape and a sequence length T at a fixed number of tokens a batch. Parameters, flops
-(:func:`count_flops`), memory and compile time are those of the compiled training step, of one device where a
-mesh has several; on a CPU the smaller steps also run. Times are taken in turns, A B B A, in one process; their
-ratio is the median of the pairs' ratios.
+Every row is a shape and a sequence length T at a fixed number of tokens a batch. Parameters, flops, memory
+and compile time are those of the compiled training step (of one device, where a mesh has several); on a CPU
+the smaller steps also run. Times are taken in turns, A B B A; their ratio is the median of the pairs' ratios.
 """
 
 import argparse
 import dataclasses
 import datetime
 import functools
-import gc
 import json
 import math
 import os
@@ -29,7 +27,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where libtpu is installed, JAX would look for a TPU
+if __name__ == "__main__":
+    # Where libtpu is installed, JAX would look for a TPU, and libtpu, which only compiles here, lock it.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 import jax
 import numpy as np
@@ -48,10 +48,7 @@ from cplm_jax.training.step import Trainer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 SHAPES = {"135m": CONFIGS / "135m.yaml", "small": CONFIGS / "quickstart.yaml"}
-LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768]
-LONGEST_STEP = {"135m": 1024, "small": 8192}
 VARIANTS = ("baseline", "copy_head")
-
 
 BARS = (  # target, shape, length, measure, and the most that its ratio may be
     ("tpu-v5e", "135m", 2048, "parameters", 1.01),
@@ -72,21 +69,17 @@ COLUMNS = {  # heading, unit, digits
 
 
 def count_flops(program: str) -> float:
-    """Counts the floating-point operations of a compiled program.
+    """Counts the floating-point operations of a compiled program, given as ``compiled.as_text()``.
 
     XLA's cost analysis takes the body of a loop once. So it is asked for every body by itself too, and a
-    body's share is multiplied by the loop's trips. Of a conditional it takes the dearest branch.
-
-    Args:
-      program: the optimised HLO, ``compiled.as_text()``.
-
-    Raises:
-      ValueError: if the program does not tell how often a loop runs.
+    body's share is multiplied by the loop's trips. A loop whose trips depend on those of the n-trip loop
+    around it is taken to run 1, 2, ... n times, as over the blocks below a diagonal. Of a conditional the
+    dearest branch counts, and custom kernels count nothing. Raises :class:`ValueError` if there is no telling
+    how often a loop runs.
     """
     program = re.sub(r"stack_frame_id=\d+", "", program)  # a number in a table that is left out below
     blocks = re.split(r"^(?=(?:ENTRY )?%[\w.-]+ \(.*\{$)", program, flags=re.MULTILINE)[1:]
     computations = {block.partition("%")[2].partition(" ")[0]: block for block in blocks}
-    entry = next(name for name, block in computations.items() if block.startswith("ENTRY "))
     client = jax.local_devices(backend="cpu")[0].client
 
     @functools.cache
@@ -96,28 +89,30 @@ def count_flops(program: str) -> float:
         module = _hlo.hlo_module_from_text("HloModule counted\n\n" + "".join(bare.values()))
         return _jax.hlo_module_cost_analysis(client, module).get("flops", 0.0)
 
-    def trips(loop: str, condition: str) -> int:
+    def trips(loop: str, condition: str, around: float) -> float:
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop):
             return int(known[1])
         # Programs for TPUs carry no such note, but JAX's scans count from 0 up to a constant.
         bounds = re.findall(r" constant\((\d+)\)", computations[condition])
-        if len(bounds) != 1 or "direction=LT" not in computations[condition]:
+        if len(bounds) == 1 and "direction=LT" in computations[condition]:
+            return int(bounds[0])
+        if not around:
             raise ValueError(f"how often does this loop run? {loop.strip()[:200]}")
-        return int(bounds[0])
+        return (around + 1) / 2
 
-    def loops(name: str) -> Iterator[tuple[str, int]]:
+    def loops(name: str, around: float) -> Iterator[tuple[str, float]]:
         for line in computations[name].splitlines():
             if loop := re.search(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)", line):
-                yield loop[2], trips(line, loop[1])
+                yield loop[2], trips(line, loop[1], around)
                 continue
             for called in re.findall(r"(?:calls|to_apply|\w+_computations?)=(%[\w.-]+|\{.*?\})", line):
                 for callee in re.findall(r"%([\w.-]+)", called):
-                    yield from loops(callee)
+                    yield from loops(callee, around)
 
-    def total(name: str) -> float:
-        return once(name) + sum(count * total(body) - once(body) for body, count in loops(name))
+    def total(name: str, around: float) -> float:
+        return once(name) + sum(n * total(body, n) - once(body) for body, n in loops(name, around))
 
-    return total(entry)
+    return total(next(name for name, block in computations.items() if block.startswith("ENTRY ")), 0)
 
 
 def paired(measure: Callable[[int], float], pairs: range) -> list[list[float]]:
@@ -131,9 +126,8 @@ def paired(measure: Callable[[int], float], pairs: range) -> list[list[float]]:
 
 def compared(values: Sequence[float | None]) -> dict[str, Any]:
     """Returns the values of baseline and copy head, and their ratio where both are known."""
-    baseline, copy_head = values
-    known = baseline is not None and copy_head is not None
-    return {**dict(zip(VARIANTS, values, strict=True)), "ratio": copy_head / baseline if known else None}
+    ratio = None if None in values else values[1] / values[0]
+    return {**dict(zip(VARIANTS, values, strict=True)), "ratio": ratio}
 
 
 def compared_times(seconds: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -145,9 +139,8 @@ def compared_times(seconds: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 def variants_of(file: Path, length: int, tokens: int, flags: Sequence[str], mesh: Mesh) -> list[Config]:
     """Returns the configurations of the baseline and of the CPLM, for batches of ``tokens`` tokens."""
-    sizes = {"data.sequence_length": length, "train.batch_size": max(tokens // length, 1)}
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    config = load_config([str(file)], ["--train.accumulation", "1", *flags, *words])
+    sizes = [f"--data.sequence_length={length}", f"--train.batch_size={max(tokens // length, 1)}"]
+    config = load_config([str(file)], ["--train.accumulation=1", *flags, *sizes])
     if config.model.copy_head is None:
         raise UserError(f"{file}: model.copy_head is null, so there is nothing to compare; set it")
     config = resolve_vocabulary(config, config.model.vocabulary_size or config.data.tokenizer_vocabulary_size)
@@ -163,13 +156,10 @@ def mesh_of(config: Config, target: str, topology: str) -> Mesh:
         try:
             devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
         except Exception as e:  # whatever the plugin raises, for a missing library or an unknown topology
-            raise UserError(
-                f"cannot compile for TPU topology {topology!r}: {first_line(e)}; install libtpu "
-                "(pip install libtpu) and name a topology as in --topology v5e:2x2"
-            ) from e
+            advice = "install libtpu (pip install libtpu), and name a topology as in --topology v5e:2x2"
+            raise UserError(f"no compiler for TPU topology {topology!r}: {first_line(e)}; {advice}") from e
     sizes = mesh_shape(config.mesh, len(devices))
-    types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices[: math.prod(sizes)])
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4, devices=devices[: math.prod(sizes)])
 
 
 class Step(NamedTuple):
@@ -184,7 +174,6 @@ class Step(NamedTuple):
 def compile_step(config: Config, mesh: Mesh) -> Step:
     """Compiles the training step of a configuration, with nothing left from an earlier compilation."""
     jax.clear_caches()
-    gc.collect()
     trainer = Trainer(config, define_model(config.model), mesh)
     start = time.perf_counter()
     compiled, refusal = None, ""
@@ -208,10 +197,8 @@ def analysis(step: Step) -> dict[str, float | None]:
         print(f"flops not known: {e}", file=sys.stderr)
     memory = step.compiled.memory_analysis()
     others = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return result | {
-        "peak_bytes": memory.temp_size_in_bytes + others,
-        "temp_bytes": memory.temp_size_in_bytes,
-    }
+    result["peak_bytes"], result["temp_bytes"] = memory.temp_size_in_bytes + others, memory.temp_size_in_bytes
+    return result
 
 
 def time_steps(steps: Sequence[Step], mesh: Mesh, pairs: int) -> list[list[float]]:
@@ -240,10 +227,8 @@ def time_steps(steps: Sequence[Step], mesh: Mesh, pairs: int) -> list[list[float
     return paired(measure, range(pairs))
 
 
-def measure_case(
-    configs: Sequence[Config], timed: Sequence[Config] | None, mesh: Mesh, compiles: int, pairs: int
-) -> dict[str, Any]:
-    """Measures one row: the pair ``configs``, and steps of ``timed``, the same with batches fit to run."""
+def measure_case(configs: list[Config], timed: list[Config], mesh: Mesh, options: Any) -> dict[str, Any]:
+    """Measures one row: the pair ``configs``, and steps of the pair ``timed``, if any."""
     steps: dict[int, Step] = {}
 
     def compile_variant(variant: int) -> float:
@@ -253,17 +238,16 @@ def measure_case(
     seconds = paired(compile_variant, range(1))
     refusals = {name: steps[i].refusal for i, name in enumerate(VARIANTS) if steps[i].refusal}
     if not refusals:
-        more = paired(compile_variant, range(1, compiles))
+        more = paired(compile_variant, range(1, options.compiles))
         seconds = [a + b for a, b in zip(seconds, more, strict=True)]
     found = [analysis(steps[i]) for i in (0, 1)]
     counts = [name for name in COLUMNS if not name.endswith("_seconds")]
     measures = {name: compared([f.get(name) for f in found]) for name in counts}
     if not refusals:
         measures["compile_seconds"] = compared_times(seconds)
-    if timed is not None:
-        same = list(timed) == list(configs)
-        timed_steps = [steps[0], steps[1]] if same else [compile_step(config, mesh) for config in timed]
-        measures["step_seconds"] = compared_times(time_steps(timed_steps, mesh, pairs))
+    if timed:
+        timed_steps = [steps[i] if timed == configs else compile_step(timed[i], mesh) for i in (0, 1)]
+        measures["step_seconds"] = compared_times(time_steps(timed_steps, mesh, options.pairs))
         measures["step_seconds"]["rows"] = timed[0].train.batch_size
     return {"rows": configs[0].train.batch_size, "measures": measures, "out_of_memory": refusals}
 
@@ -310,12 +294,11 @@ def environment(mesh: Mesh) -> dict[str, Any]:
     """Returns what the figures depend on besides the program: devices, versions, processor."""
     names = ("cplm_jax", "jax", "jaxlib", "flax", "optax", "libtpu")
     versions = {d.metadata["Name"]: d.version for d in distributions() if d.metadata["Name"] in names}
-    info = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return {
         "device": mesh.devices.flat[0].device_kind,
         "mesh": dict(mesh.shape),
-        "processor": [*models, platform.machine()][0],
+        "processor": [*re.findall(r"model name\s*: (.*)", cpu), platform.machine()][0],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "versions": {"python": platform.python_version(), **versions},
     }
@@ -323,14 +306,14 @@ def environment(mesh: Mesh) -> dict[str, Any]:
 
 def positive(text: str) -> int:
     """Reads a whole number above 0."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
-def positives(text: str) -> list[int]:
-    """Reads comma-separated whole numbers above 0."""
-    return [positive(word) for word in text.split(",")]
+def listed(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Returns a reader of comma-separated values."""
+    return lambda text: [read(word) for word in text.split(",")]
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -343,9 +326,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--target", choices=("cpu", "tpu-v5e"), default="cpu")
     add("--topology", default="v5e:1x1", help="TPU topology to compile for (default: one chip)")
-    add("--shapes", type=lambda text: text.split(","), help=f"default: {','.join(SHAPES)}, or --config's")
-    add("--config", type=Path, action="append", default=[], help="configuration of a shape of your own")
-    add("--lengths", type=positives, help="default: 512 to 32768, and the configuration's own")
+    add("--shapes", type=listed(str), help=f"default: {','.join(SHAPES)}, or --config's")
+    add("--config", type=listed(Path), default=[], help="configurations of shapes of your own")
+    add("--lengths", type=listed(positive), help="default: 512,1024,...,32768 and the configuration's own")
     add("--tokens", type=positive, default=32768, help="tokens of a compiled batch, at least one row")
     add("--step_tokens", type=positive, default=1024, help="tokens of a batch that is run, at least one row")
     add("--longest_step", type=positive, help="longest length to run (default: 1024 for 135m, else 8192)")
@@ -356,7 +339,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, flags = parser.parse_known_args(arguments)
     options.shapes = options.shapes or ([] if options.config else list(SHAPES))
     if unknown := set(options.shapes) - set(SHAPES):
-        parser.error(f"--shapes {','.join(sorted(unknown))}: known are {', '.join(SHAPES)}")
+        parser.error(f"--shapes: {', '.join(unknown)}: the shapes are {', '.join(SHAPES)}")
     return options, flags
 
 
@@ -366,15 +349,16 @@ def benchmark(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, An
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
     files = {name: SHAPES[name] for name in options.shapes} | {file.stem: file for file in options.config}
-    rows = []
+    rows: list[tuple[str, int, list[Config], list[Config], Mesh]] = []
     for shape, file in files.items():
         own = load_config([str(file)], flags)
         mesh = mesh_of(own, options.target, options.topology)
-        longest = options.longest_step or LONGEST_STEP.get(shape, 8192)
-        for length in options.lengths or sorted({own.data.sequence_length, *LENGTHS}):
+        longest = (
+            0 if options.target != "cpu" else options.longest_step or (1024 if shape == "135m" else 8192)
+        )
+        for length in options.lengths or sorted({own.data.sequence_length, *(2**n for n in range(9, 16))}):
             configs = variants_of(file, length, options.tokens, flags, mesh)
-            runs = options.target == "cpu" and length <= longest
-            timed = variants_of(file, length, options.step_tokens, flags, mesh) if runs else None
+            timed = variants_of(file, length, options.step_tokens, flags, mesh) if length <= longest else []
             rows.append((shape, length, configs, timed, mesh))
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -386,14 +370,14 @@ def benchmark(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, An
     }
     compile_step(rows[0][2][0], rows[0][-1])  # warms up
     for shape, length, configs, timed, mesh in rows:
-        case = measure_case(configs, timed, mesh, options.compiles, options.pairs)
+        case = measure_case(configs, timed, mesh, options)
         result["cases"].append({"shape": shape, "length": length, **case})
         result["bars"] = judge(result["cases"], options.target)
         print(table(result["cases"][-1:], options.target).splitlines()[-1], file=sys.stderr)
-        if options.output is not None:
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
-        if options.table is not None:
-            options.table.write_text(table(result["cases"], options.target) + "\n")
+        texts = json.dumps(result, indent=1), table(result["cases"], options.target)
+        for path, text in zip((options.output, options.table), texts, strict=True):
+            if path is not None:
+                path.write_text(text + "\n")
     return result
 
 

@@ -27,11 +27,6 @@ def check_combinations(config: Config) -> None:
             f"train.accumulation = {train.accumulation} does not divide train.batch_size = "
             f"{train.batch_size}; change one of them"
         )
-    if mesh.sequence != 1:
-        raise UserError(
-            f"mesh.sequence = {mesh.sequence}: splitting the context is not supported yet; set it to 1 "
-            "and use mesh.data, mesh.fsdp or mesh.tensor"
-        )
     sizes = {name: getattr(mesh, name) for name in ("data", "fsdp", "tensor", "sequence")}
     for name, size in sizes.items():
         if size == 0:
@@ -42,6 +37,12 @@ def check_combinations(config: Config) -> None:
     if len(rest) > 1:
         raise UserError(
             f"{' and '.join(rest)}: only one axis may be -1 (all remaining devices); set the others"
+        )
+    head = model.copy_head
+    if head is not None and head.key_layer is not None and head.key_layer >= model.layers:
+        raise UserError(
+            f"model.copy_head.key_layer = {head.key_layer} must be below model.layers = {model.layers}; "
+            "lower it, or set it to null for the last states"
         )
     if not data.validation_paths and data.validation_fraction == 0:
         raise UserError(

@@ -2,17 +2,16 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from cplm_jax.decoding import Cache, decode, prefill
 from cplm_jax.errors import UserError
 from cplm_jax.loading import LoadedModel
-from cplm_jax.mixture import log_distribution
-from cplm_jax.models.decoder import ModelDefinition
 from cplm_jax.precision import LOWEST
 
 _COLDEST = 1e-4  # below this, a difference of log-probabilities overflows float32
@@ -43,60 +42,135 @@ def filter_log_probs(
     return scaled
 
 
-def next_log_probs(
-    definition: ModelDefinition, params: Any, tokens: Int[Array, "length"], copyable: Array, count: Array
-) -> Float[Array, "vocabulary"]:
-    """Returns log p of the token that follows the first ``count`` of ``tokens``, one document; jit-able."""
-    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    segment_ids = (positions < count).astype(jnp.int32)
-    outputs = definition.bind(params)(tokens[None], segment_ids[None], positions[None], copyable[None])
-    log_p = log_distribution(outputs.logits, outputs.pointer)
-    return log_p[0, count - 1]
+@overload
+def generate(
+    model: LoadedModel,
+    prompt: str,
+    max_tokens: int = ...,
+    temperature: float = ...,
+    top_k: int | None = ...,
+    top_p: float | None = ...,
+    seed: int = ...,
+) -> str: ...
+
+
+@overload
+def generate(
+    model: LoadedModel,
+    prompt: list[str],
+    max_tokens: int = ...,
+    temperature: float = ...,
+    top_k: int | None = ...,
+    top_p: float | None = ...,
+    seed: int = ...,
+) -> list[str]: ...
 
 
 def generate(
     model: LoadedModel,
-    prompt: str,
+    prompt: str | list[str],
     max_tokens: int = 100,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-) -> str:
-    """Continues a prompt until EOS or ``max_tokens``.
+) -> str | list[str]:
+    """Continues one prompt, or several at a time, until EOS or ``max_tokens``.
 
-    The model sees at most the last ``data.sequence_length`` tokens, the length it was trained at;
-    each step recomputes that window.
+    The model sees at most the last ``data.sequence_length`` tokens, the length it was trained at; when
+    a text has filled them, its oldest quarter is forgotten.
 
     Args:
       model: the model.
-      prompt: text, which may be empty.
+      prompt: text, which may be empty, or a list of texts of any lengths.
       max_tokens: tokens to generate at most.
       temperature: 0 takes the likeliest token; above 0 samples.
       top_k: see :func:`filter_log_probs`.
       top_p: see :func:`filter_log_probs`.
-      seed: seed of the sampling.
+      seed: seed of the sampling; each prompt of a list draws its own.
 
     Returns:
-      The continuation, without the prompt.
+      The continuation, without the prompt; a list of them for a list.
 
     Raises:
       UserError: if an argument is out of range.
     """
     check_arguments(max_tokens, temperature, top_k, top_p, seed)
-    tokenizer, window = model.tokenizer, model.config.data.sequence_length
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    start = len(ids)
-    step = jax.jit(functools.partial(_next_token, model.definition, temperature, top_k, top_p))
-    key = jax.random.key(seed)
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not prompts:
+        return []
+    tokenizer = model.tokenizer
+    texts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in prompts]
+    starts, ends = [len(ids) for ids in texts], [len(ids) + max_tokens for ids in texts]
+    choose = jax.jit(functools.partial(_choose, temperature, top_k, top_p))
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(texts)))
     with jax.set_mesh(model.mesh):
+        reader = _Reader(model, max(ends))
         for number in range(max_tokens):
-            tokens, copyable, count = _window(ids, window, tokenizer.pad_id, tokenizer.control_ids)
-            chosen = int(step(model.params, tokens, copyable, count, jax.random.fold_in(key, number)))
-            if chosen == tokenizer.eos_id:
+            chosen = np.asarray(choose(reader.next_log_probs(texts), keys, np.int32(number)))
+            for row, token in enumerate(chosen.tolist()):
+                if token == tokenizer.eos_id:
+                    ends[row] = min(ends[row], len(texts[row]))
+                texts[row].append(token)  # a finished text keeps growing, and is cut below
+            if all(end < len(ids) for ids, end in zip(texts, ends, strict=True)):
                 break
-            ids.append(chosen)
-    return tokenizer.decode(i for i in ids[start:] if i < tokenizer.size)
+    continuations = (ids[start:end] for ids, start, end in zip(texts, starts, ends, strict=True))
+    decoded = [tokenizer.decode(i for i in ids if i < tokenizer.size) for ids in continuations]
+    return decoded[0] if isinstance(prompt, str) else decoded
+
+
+class _Reader:
+    """Reads growing texts: through the cache, and afresh where a text outgrew it.
+
+    Args:
+      model: the model.
+      longest: tokens that no text will exceed.
+    """
+
+    def __init__(self, model: LoadedModel, longest: int):
+        self._model = model
+        self._capacity = _round_up(longest, model.config.data.sequence_length)
+        self._prefill = jax.jit(
+            functools.partial(prefill, model.definition, capacity=self._capacity), static_argnames="capacity"
+        )
+        self._decode = jax.jit(functools.partial(decode, model.definition), donate_argnames="cache")
+        self._cache: Cache | None = None
+        self._begins: list[int] = []
+
+    def next_log_probs(self, texts: Sequence[Sequence[int]]) -> Float[Array, "batch vocabulary"]:
+        """Returns log p of what follows each text; each call finds texts one token longer."""
+        params, capacity = self._model.params, self._capacity
+        if self._cache is None:
+            self._begins = [max(0, len(ids) - capacity) for ids in texts]
+        full = [len(ids) - begin > capacity for ids, begin in zip(texts, self._begins, strict=True)]
+        if self._cache is not None and not any(full):
+            last = np.asarray([ids[-1] for ids in texts], np.int32)
+            log_p, self._cache = self._decode(
+                params, cache=self._cache, tokens=last, copyable=self._copyable(last)
+            )
+            return log_p
+        kept = capacity - capacity // 4
+        self._begins = [
+            len(ids) - kept if over else begin
+            for ids, begin, over in zip(texts, self._begins, full, strict=True)
+        ]
+        seen = [ids[begin:] for ids, begin in zip(texts, self._begins, strict=True)]
+        lengths = np.asarray([len(ids) for ids in seen], np.int32)
+        tokens = np.full(
+            (len(seen), _round_up(lengths.max(), capacity)), self._model.tokenizer.pad_id, np.int32
+        )
+        for row, ids in zip(tokens, seen, strict=True):
+            row[: len(ids)] = ids
+        log_p, self._cache = self._prefill(params, tokens, lengths, self._copyable(tokens))
+        return log_p
+
+    def _copyable(self, tokens: np.ndarray) -> np.ndarray:
+        return ~np.isin(tokens, self._model.tokenizer.control_ids)
+
+
+def _round_up(length: int, limit: int) -> int:
+    """Returns a power of two of at least ``length``, or ``limit``: few sizes, so few compilations."""
+    return min(limit, max(16, 1 << (int(length) - 1).bit_length()))
 
 
 def check_arguments(
@@ -115,27 +189,11 @@ def check_arguments(
         raise UserError(f"--seed {seed}: must be at least 0 and below 2**31")
 
 
-def _window(
-    ids: Sequence[int], window: int, pad_id: int, control_ids: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray, np.int32]:
-    seen = ids[-window:]
-    tokens = np.full(window, pad_id, np.int32)
-    tokens[: len(seen)] = seen
-    return tokens, ~np.isin(tokens, control_ids), np.int32(len(seen))
-
-
-def _next_token(
-    definition: ModelDefinition,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    params: Any,
-    tokens: Array,
-    copyable: Array,
-    count: Array,
-    key: Array,
-) -> Int[Array, ""]:
-    log_p = next_log_probs(definition, params, tokens, copyable, count)
+def _choose(
+    temperature: float, top_k: int | None, top_p: float | None, log_p: Array, keys: Array, number: Array
+) -> Int[Array, "batch"]:
+    """Returns the next token of every row; ``keys`` are its own, ``number`` counts its tokens."""
     if temperature == 0.0:
-        return jnp.argmax(log_p)
-    return jax.random.categorical(key, filter_log_probs(log_p, temperature, top_k, top_p))
+        return jnp.argmax(log_p, axis=-1)
+    drawn = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+    return jax.vmap(jax.random.categorical)(drawn, filter_log_probs(log_p, temperature, top_k, top_p))

@@ -214,6 +214,12 @@ def check_divisible(logical_axes: Any, shapes: Any, mesh: Mesh, config: Config) 
                 )
 
     walk(logical_axes, shapes)
+    length = config.data.sequence_length
+    if length % ways("length"):
+        raise UserError(
+            f"data.sequence_length = {length} is not a multiple of mesh.sequence = {ways('length')}, over "
+            "which the context is split; change one of them"
+        )
     for name, rows in (
         ("train.batch_size / train.accumulation", config.train.batch_size // config.train.accumulation),
         ("evaluation.batch_size", config.evaluation.batch_size),

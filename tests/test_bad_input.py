@@ -256,7 +256,12 @@ flags(
 )
 flags("axis_of_zero", "--mesh.tensor 0", "mesh.tensor", "0", "positive or -1")
 flags("axis_of_minus_two", "--mesh.tensor -2", "--mesh.tensor", "'-2'", "greater than or equal to -1")
-flags("sequence_axis", "--mesh.sequence 2", "mesh.sequence = 2", "not supported", "set it to 1")
+flags(
+    "keys_from_no_earlier_layer",
+    "--model.copy_head.key_layer 2",
+    "model.copy_head.key_layer = 2",
+    "model.layers = 2",
+)
 flags("nothing_held_out", "--data.validation_fraction 0", "data.validation_fraction", "data.validation_paths")
 
 # ---------------------------------------------------------------- devices
@@ -292,6 +297,13 @@ flags(
     "fsdp_does_not_divide_width",
     "--mesh.fsdp 4 --model.width 42 --model.head_width 8",
     "model.width = 42",
+    env=EIGHT,
+)
+flags(
+    "sequence_does_not_divide_length",
+    "--mesh.sequence 8 --data.sequence_length 60",
+    "data.sequence_length = 60",
+    "mesh.sequence = 8",
     env=EIGHT,
 )
 flags("no_such_device", "--seed 1", "no usable device", "cuda", env={"JAX_PLATFORMS": "cuda"})

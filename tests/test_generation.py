@@ -1,6 +1,5 @@
 """Generation draws from the mixture, filtered as asked."""
 
-import functools
 from pathlib import Path
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cplm_jax.generation import filter_log_probs, generate, next_log_probs
+from cplm_jax.generation import filter_log_probs, generate
 from cplm_jax.loading import load_model
 from cplm_jax.mixture import log_distribution
 from cplm_jax.training.loop import train
@@ -24,39 +23,59 @@ def model(tmp_path_factory):
     return load_model(config.run_dir)
 
 
-def exact_next(model, ids):
-    """log p of the next token from the unpadded sequence."""
-    tokens = np.asarray([ids], np.int32)
-    ones, positions = np.ones_like(tokens), np.arange(len(ids), dtype=np.int32)[None]
-    copyable = ~np.isin(tokens, model.tokenizer.control_ids)
-    outputs = model.model(tokens, ones, positions, copyable)
-    return np.asarray(log_distribution(outputs.logits, outputs.pointer))[0, -1]
+@pytest.fixture(scope="module")
+def exact_next(model):
+    """log p of the next token by one whole pass, without a cache."""
+
+    @jax.jit
+    def whole(tokens, count):
+        positions = jnp.arange(tokens.shape[1])[None]
+        segment_ids = (positions < count).astype(jnp.int32)
+        copyable = ~jnp.isin(tokens, jnp.asarray(model.tokenizer.control_ids))
+        outputs = model.model(tokens, segment_ids, positions, copyable)
+        return log_distribution(outputs.logits, outputs.pointer)[0, count - 1]
+
+    def next_log_probs(ids):
+        tokens = np.full((1, model.config.data.sequence_length), 7, np.int32)
+        tokens[0, : len(ids)] = ids
+        return np.asarray(whole(tokens, len(ids)))
+
+    return next_log_probs
 
 
-def test_greedy_text_is_the_argmax_of_the_full_pass(model):
+def test_greedy_text_is_the_argmax_of_the_full_pass(model, exact_next):
     prompt = "return self value_a1 value_a1"
     ids = [model.tokenizer.bos_id, *model.tokenizer.encode(prompt)]
     start = len(ids)
     for _ in range(8):
-        ids.append(int(np.argmax(exact_next(model, ids))))
+        ids.append(int(np.argmax(exact_next(ids))))
         if ids[-1] == model.tokenizer.eos_id:
             break
     assert generate(model, prompt, max_tokens=8) == model.tokenizer.decode(ids[start:])
 
 
-def test_padding_does_not_change_the_next_distribution(model):
-    ids = [model.tokenizer.bos_id, *model.tokenizer.encode("token copy_b7 token copy")]
-    step = jax.jit(functools.partial(next_log_probs, model.definition))
-    for length in (len(ids), 40, 64):
-        tokens = np.full(length, 7, np.int32)
-        tokens[: len(ids)] = ids
-        copyable = ~np.isin(tokens, model.tokenizer.control_ids)
-        actual = step(model.params, tokens, copyable, np.int32(len(ids)))
-        np.testing.assert_allclose(actual, exact_next(model, ids), rtol=1e-4, atol=1e-5)
+def test_prompts_of_different_lengths_are_continued_as_each_alone(model):
+    prompts = ["return self value_a1 value_a1", "", "token copy_b7 token copy " * 3]
+    assert generate(model, prompts, max_tokens=10) == [generate(model, p, max_tokens=10) for p in prompts]
+    assert generate(model, []) == []
 
 
-def test_a_prompt_longer_than_the_window_and_an_empty_one_work(model):
-    assert generate(model, "return self value " * 60, max_tokens=3) is not None
+def test_a_text_that_outgrows_the_window_forgets_its_oldest_quarter(model, exact_next):
+    window = model.config.data.sequence_length
+    ids = [model.tokenizer.bos_id, *model.tokenizer.encode("return self value " * 60)]
+    assert len(ids) > window
+    text, begin, expected = list(ids), len(ids) - window, []
+    for _ in range(window // 4 + 4):  # over the edge twice
+        if len(text) - begin > window:
+            begin = len(text) - (window - window // 4)
+        expected.append(int(np.argmax(exact_next(text[begin:]))))
+        if expected[-1] == model.tokenizer.eos_id:
+            expected.pop()
+            break
+        text.append(expected[-1])
+    continued = generate(model, "return self value " * 60, max_tokens=window // 4 + 4)
+    assert continued == model.tokenizer.decode(expected)
+    assert len(expected) > window // 4 + 1
     assert isinstance(generate(model, "", max_tokens=3), str)
 
 

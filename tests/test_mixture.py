@@ -283,10 +283,7 @@ def temporary_memory(gate, length, tokens, vocabulary, cuts):
 def test_memory_of_the_loss_grows_at_most_linearly_with_the_length(gate):
     """At a fixed number of tokens, and far below what whole scores and logits take."""
     tokens, vocabulary, cuts = 8192, 1024, (64 if gate == "context_logits" else 256, 128)
-    used = {
-        length: temporary_memory(gate, length, tokens, vocabulary, (256, 128))
-        for length in (1024, 2048, 8192)
-    }
+    used = {length: temporary_memory(gate, length, tokens, vocabulary, cuts) for length in (1024, 2048, 8192)}
     assert used[2048] <= 2.2 * used[1024]
     assert used[8192] <= 4.4 * used[2048]
     logits, scores = 4 * tokens * vocabulary, 4 * tokens * 8192 * 2

@@ -69,7 +69,10 @@ def _by_token(
     def local(values: Array, valid: Array, tokens: Array) -> Array:
         size = vocabulary // parts("vocabulary")
         ids = tokens - part_index("vocabulary") * size
-        ids = jnp.where((ids >= 0) & (ids < size), ids, size)  # the dropped bin
+        here = (ids >= 0) & (ids < size)
+        ids = jnp.where(here, ids, size)  # the dropped bin
+        # Dropped values must not reach an exponential either: infinity times no gradient is no number.
+        valid = valid & here[:, None, :]
         of_scatter, of_product = (functools.partial(f, vocabulary=size) for f in (scattered, one_hot))
         if method == "segment_sum" or (method == "auto" and values.shape[1] >= _WIDE):
             return of_scatter(values, valid, ids)

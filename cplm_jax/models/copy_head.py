@@ -56,31 +56,28 @@ class CopyHead(nnx.Module):
         self.log_temperature = per_pointer(math.log(copy) / 2, config.normalize)
         self.log_recency = per_pointer(math.log(_INITIAL_RECENCY), config.recency_bias)
 
-    def __call__(
+    def candidates(
         self,
-        hidden: Float[Array, "batch length width"],
+        states: Float[Array, "batch length width"],
         tokens: Int[Array, "batch length"],
         segment_ids: Int[Array, "batch length"],
         copyable: Bool[Array, "batch length"],
-        key_states: Float[Array, "batch length width"] | None = None,
-    ) -> Pointer:
-        """Returns the pointers for final-norm states ``hidden``.
+    ) -> Candidates:
+        """Returns what can be copied from a batch.
 
         Args:
-          hidden: h, in the compute dtype.
+          states: those that keys are made from, in the compute dtype.
           tokens: x.
           segment_ids: document of each position; 0 is padding.
           copyable: whether a position holds an ordinary token (no BOS, EOS or PAD).
-          key_states: states after block ``key_layer``, if the configuration names one.
         """
-        containing, preceding = self.key_parts(hidden if key_states is None else key_states)
+        containing, preceding = self.key_parts(states)
         if preceding is not None:
             preceding = jnp.pad(preceding, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
             # The first token of a document was predicted by no state of that document.
             same_document = segment_ids[:, 1:] == segment_ids[:, :-1]
             copyable = copyable & jnp.pad(same_document, ((0, 0), (1, 0)))
-        candidates = Candidates(self.key(containing, preceding), tokens, segment_ids, copyable)
-        return self.point(hidden, segment_ids, candidates)
+        return Candidates(self.key(containing, preceding), tokens, segment_ids, copyable)
 
     def key_parts(self, states: Float[Array, "batch length width"]) -> tuple[Array | None, Array | None]:
         """Returns what each position adds to its own key and to the next one's, where the alignment does.
@@ -113,7 +110,7 @@ class CopyHead(nnx.Module):
         segment_ids: Int[Array, "batch length"],
         candidates: Candidates,
     ) -> Pointer:
-        """Returns the pointers of states ``hidden`` into ``candidates``."""
+        """Returns the pointers of final-norm states ``hidden`` into ``candidates``."""
         assert self.query is not None
         config = self.config
         query = jnp.einsum("btd,dpc->btpc", hidden, self.query[...].astype(hidden.dtype))

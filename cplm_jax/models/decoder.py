@@ -33,12 +33,9 @@ class States(NamedTuple):
 
     hidden: Float[Array, "batch length width"]
     """h, after the final norm."""
-    key_states: Float[Array, "batch length width"] | None
-    """States after block ``copy_head.key_layer``; ``None`` if keys are made from h."""
+    key_source: Float[Array, "batch length width"]
+    """The states that copy keys are made from: h, or those after block ``copy_head.key_layer``."""
 
-
-KeysValues = tuple[Array, Array]
-"""Attention keys and values, each (batch, length, kv_heads, head_width)."""
 
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 """Maps queries, keys, values and something of the layer to what the heads gather and something to keep."""
@@ -161,7 +158,8 @@ class Decoder(nnx.Module):
         key_layer = None if config.copy_head is None else config.copy_head.key_layer
         if key_layer is None:
             x, kept = jax.lax.scan(body, x, xs)
-            return States(self.final_norm(x), None), kept
+            hidden = self.final_norm(x)
+            return States(hidden, hidden), kept
         early, first = jax.lax.scan(body, x, jax.tree.map(lambda leaf: leaf[:key_layer], xs))
         x, rest = jax.lax.scan(body, early, jax.tree.map(lambda leaf: leaf[key_layer:], xs))
         kept = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, rest)
@@ -206,7 +204,8 @@ class Decoder(nnx.Module):
         """
         if self.copy_head is None:
             return None
-        return self.copy_head(states.hidden, tokens, segment_ids, copyable, states.key_states)
+        candidates = self.copy_head.candidates(states.key_source, tokens, segment_ids, copyable)
+        return self.copy_head.point(states.hidden, segment_ids, candidates)
 
     def logits(self, hidden: Float[Array, "batch length width"]) -> Float[Array, "batch length vocabulary"]:
         """Returns the LM head's logits z, float32."""

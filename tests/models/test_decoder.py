@@ -229,7 +229,7 @@ def test_products_of_both_heads_stay_in_bfloat16_and_accumulate_in_float32(cuts)
 
     def loss(states, matrix, query, key):
         model = definition.bind(definition.init(jax.random.key(0)))
-        pointer = model.pointer(States(states, None), batch[0], batch[1], batch[3])
+        pointer = model.pointer(States(states, states), batch[0], batch[1], batch[3])
         candidates = dataclasses.replace(pointer.candidates, key=key)
         pointer = dataclasses.replace(pointer, query=query, candidates=candidates)
         return jnp.sum(mixture.target_terms(states, matrix, batch[0], pointer, cuts[0]).log_prob)

@@ -18,6 +18,9 @@ os.environ["XLA_FLAGS"] = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+# A program of several CPU devices that comes from the compilation cache may start its collectives in
+# another order on each, and wait for ever.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
 import numpy as np
@@ -35,6 +38,8 @@ MESHES = {
     "fsdp=8": {"data": 1, "fsdp": 8},
     "tensor=4, data=2": {"data": 2, "tensor": 4},
     "data=2, fsdp=2, tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "data=2, sequence=4": {"data": 2, "sequence": 4},
+    "fsdp=2, tensor=2, sequence=2": {"data": 1, "fsdp": 2, "tensor": 2, "sequence": 2},
 }
 
 

@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 
 BATCH = ("--train.batch_size", "32")
+# Every option of the copy head that has parameters or a path of its own.
+RICH = (
+    *("--model.copy_head.gate", "confidence", "--model.copy_head.alignment", "both"),
+    *("--model.copy_head.pointers", "2", "--model.copy_head.normalize", "true"),
+    *("--model.copy_head.recency_bias", "true", "--model.copy_head.key_layer", "1"),
+    *("--train.z_loss", "0.001", "--train.pointer_loss", "0.1"),
+    *("--model.copy_head.score_block", "16", "--model.logit_chunk", "60", "--model.attention_block", "16"),
+)
 CASES = {
     "copy head": BATCH,
-    "baseline": (*BATCH, "--model.copy_head", "null"),
-    "copy head, accumulated": (*BATCH, "--train.accumulation", "4"),
     "baseline, accumulated": (*BATCH, "--train.accumulation", "4", "--model.copy_head", "null"),
+    "richest copy head, accumulated": (*BATCH, *RICH, "--train.accumulation", "4"),
 }
 
 
