@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from cplm_jax.data.pipeline import Batch
+from cplm_jax.kernels.scatter import sum_by_token
 from cplm_jax.mixture import copy_distribution, log_distribution, target_terms
 from cplm_jax.models.decoder import ModelDefinition
 from cplm_jax.pointer import occurs_in_context, valid_candidates
@@ -29,6 +30,8 @@ class TokenReport(NamedTuple):
     """Whether the target occurs among the copyable tokens of its document so far."""
     log_novel: Float[Array, "batch length"]
     """log of the probability that the mixture gives to all tokens that do not occur in context."""
+    log_known: Float[Array, "batch length"]
+    """log of the probability that it gives to all tokens that do; ``LOWEST`` if there is none."""
     gate: Float[Array, "batch length"]
     """Weight of copying, 0 without candidates or without a copy head."""
     responsibility: Float[Array, "batch length"]
@@ -59,11 +62,8 @@ def _rows_report(definition: ModelDefinition, params: Any, batch: Batch) -> Toke
     terms = target_terms(states.hidden, model.lm_matrix, batch.targets, pointer, model.config.logit_chunk)
     logits = model.logits(states.hidden)
     log_p = log_distribution(logits, pointer)
-    present = _present(
-        batch.tokens,
-        valid_candidates(batch.copyable, batch.segment_ids, batch.segment_ids),
-        log_p.shape[-1],
-    )
+    valid = valid_candidates(batch.copyable, batch.segment_ids, batch.segment_ids)
+    present = sum_by_token(valid.astype(jnp.float32), valid, batch.tokens, log_p.shape[-1]) > 0
     shape = batch.tokens.shape
     copy_correct, source = jnp.zeros(shape, bool), jnp.full(shape, -1, jnp.int32)
     if pointer is not None:
@@ -78,22 +78,12 @@ def _rows_report(definition: ModelDefinition, params: Any, batch: Batch) -> Toke
         correct=jnp.argmax(log_p, -1) == batch.targets,
         in_context=occurs_in_context(batch.tokens, batch.segment_ids, batch.copyable, batch.targets),
         log_novel=masked_logsumexp(log_p, ~present),
+        log_known=masked_logsumexp(log_p, present),
         gate=terms.gate,
         responsibility=terms.responsibility,
         copy_correct=copy_correct,
         source=source,
     )
-
-
-def _present(
-    tokens: Int[Array, "batch length"], valid: Bool[Array, "batch length candidates"], vocabulary: int
-) -> Bool[Array, "batch length vocabulary"]:
-    """Returns which tokens occur among the valid candidates of each position."""
-
-    def row(valid_txj: Array, ids_j: Array) -> Array:
-        return jax.ops.segment_sum(valid_txj.T.astype(jnp.float32), ids_j, vocabulary).T > 0
-
-    return jax.vmap(row)(valid, tokens)
 
 
 def _most_copied(
@@ -122,7 +112,8 @@ def evaluate_copying(definition: ModelDefinition, params: Any, batches: Iterable
     """Returns how the model does on targets that can be copied and on those that cannot.
 
     ``accuracy``, ``accuracy_in_context`` and ``accuracy_novel``: share of targets that the mixture
-    thinks most probable. ``loss_novel_detection`` and ``loss_novel_identity``: the two parts of the
+    thinks most probable. ``loss_detection``: nats for saying whether the target is novel, over all
+    targets. ``loss_novel_detection`` and ``loss_novel_identity``: the two parts of the
     loss of novel targets, in nats, that the target is novel and which one it is. With a copy head
     also ``copy_accuracy`` (share of in-context targets that the copy head alone thinks most
     probable), ``gate``, ``gate_in_context``, ``gate_novel``, ``responsibility_in_context`` (means)
@@ -142,6 +133,7 @@ def evaluate_copying(definition: ModelDefinition, params: Any, batches: Iterable
         "accuracy": (r["correct"], everything),
         "accuracy_in_context": (r["correct"], inside),
         "accuracy_novel": (r["correct"], novel),
+        "loss_detection": (-np.where(novel, r["log_novel"], r["log_known"]), everything),
         "loss_novel_detection": (-r["log_novel"], novel),
         "loss_novel_identity": (r["log_novel"] - r["log_prob"], novel),
     }

@@ -34,7 +34,7 @@ FILES = ("report.html", "report.md", "report.json", "loss.png", "context.png", "
 FORMAT = "cplm_jax comparison 1"
 METRICS = (
     *("loss", "bits_per_byte", "loss_in_context", "loss_novel"),
-    *("loss_novel_detection", "loss_novel_identity", "fraction_in_context"),
+    *("loss_detection", "loss_novel_detection", "loss_novel_identity", "fraction_in_context"),
     *("accuracy", "accuracy_in_context", "accuracy_novel", "copy_accuracy"),
     *("gate", "gate_in_context", "gate_novel", "responsibility", "responsibility_in_context"),
 )

@@ -77,7 +77,12 @@ def test_copying_figures(measured):
     def log_outside(log_p, context):
         return np.log(np.exp(np.delete(log_p, sorted(context))).sum())
 
+    def detection(log_p, y, context):
+        outside = np.exp(log_outside(log_p, context))
+        return -np.log(1 - outside if y in context else outside)
+
     expected = {
+        "loss_detection": mean(detection(*target) for target in targets),
         "accuracy": mean(np.argmax(log_p) == y for log_p, y, _ in targets),
         "accuracy_in_context": mean(np.argmax(log_p) == y for log_p, y, context in targets if y in context),
         "accuracy_novel": mean(np.argmax(log_p) == y for log_p, y, _ in novel),

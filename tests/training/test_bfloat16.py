@@ -36,7 +36,9 @@ def run(folder, *flags):
 RICH = ("--model.copy_head.gate", "confidence", "--model.copy_head.pointers", "2")
 
 
-@pytest.mark.parametrize("head", [(), RICH, ("--model.copy_head", "null")], ids=["default", "rich", "baseline"])
+@pytest.mark.parametrize(
+    "head", [(), RICH, ("--model.copy_head", "null")], ids=["default", "rich", "baseline"]
+)
 def test_loss_stays_within_one_percent_of_float32(folder, head):
     steps = ("--train.steps", "200")
     full = run(folder, *head, *steps)
