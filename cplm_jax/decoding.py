@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from cplm_jax.config import ModelConfig
 from cplm_jax.kernels.blocks import pad_to
 from cplm_jax.mixture import log_distribution
 from cplm_jax.models.attention import attend, masked_attention
@@ -64,15 +65,29 @@ def prefill(
 
     Returns:
       log p of the token that follows each prompt, and the cache.
+
+    Raises:
+      ValueError: if the prompts are longer than the capacity.
     """
+    if not tokens.shape[1] <= capacity:
+        raise ValueError(f"prompts of {tokens.shape[1]} tokens do not fit a cache of {capacity}")
     model = definition.bind(params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
 
-    def attention(query: Array, key: Array, value: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
-        return attend(query, key, value, segment_ids, model.config.attention_block), (key, value)
+    def attention(
+        query: Array, key: Array, value: Array, layer: Array, memory: tuple[Array, Array]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        keys, values = memory
+        memory = (
+            jax.lax.dynamic_update_slice(keys, key[None], (layer, 0, 0, 0, 0)),
+            jax.lax.dynamic_update_slice(values, value[None], (layer, 0, 0, 0, 0)),
+        )
+        return attend(query, key, value, segment_ids, model.config.attention_block), memory
 
-    states, (keys, values) = model.run_blocks(model.embed(tokens), positions, attention)
+    x = model.embed(tokens)
+    nothing = jnp.zeros(_attention_cache_shape(model.config, tokens.shape[0], capacity), x.dtype)
+    states, (keys, values) = model.run_blocks(x, positions, attention, (nothing, nothing))
     last = (lengths - 1)[:, None]
     hidden = jnp.take_along_axis(states.hidden, last[..., None], axis=1)
     candidates = preceding = None
@@ -83,7 +98,6 @@ def prefill(
             jnp.take_along_axis(states.key_source, last[..., None], axis=1)
         )
         preceding = None if preceding is None else preceding[:, 0]
-    keys, values = (pad_to(x, 2, capacity) for x in (keys, values))
     return _next(model, hidden, candidates, last), Cache(keys, values, candidates, preceding, lengths)
 
 
@@ -99,7 +113,8 @@ def decode(
     Args:
       definition: the model.
       params: its parameters.
-      cache: what :func:`prefill` or this function returned, with room for a token in every row.
+      cache: what :func:`prefill` or this function returned. A row that is full does not remember the
+        token, and its distribution means nothing.
       tokens: the next token of each row.
       copyable: whether it is an ordinary token.
 
@@ -113,12 +128,16 @@ def decode(
     def write(whole: Array, one: Array) -> Array:
         return whole.at[row, cache.length].set(one)
 
-    def attention(query: Array, key: Array, value: Array, past: Any) -> tuple[Array, tuple[Array, Array]]:
-        keys, values = write(past[0], key[:, 0]), write(past[1], value[:, 0])
-        return masked_attention(query, keys, values, seen), (keys, values)
+    def attention(
+        query: Array, key: Array, value: Array, layer: Array, memory: tuple[Array, Array]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        # Carried whole from block to block, so that a donated cache is written in place.
+        keys = memory[0].at[layer, row, cache.length].set(key[:, 0])
+        values = memory[1].at[layer, row, cache.length].set(value[:, 0])
+        return masked_attention(query, keys[layer], values[layer], seen), (keys, values)
 
     states, (keys, values) = model.run_blocks(
-        model.embed(tokens[:, None]), at, attention, extras=(cache.keys, cache.values)
+        model.embed(tokens[:, None]), at, attention, (cache.keys, cache.values)
     )
     candidates = preceding = None
     if model.copy_head is not None and cache.candidates is not None:
@@ -133,6 +152,11 @@ def decode(
         preceding = None if following is None else following[:, 0]
     log_p = _next(model, states.hidden, candidates, at)
     return log_p, Cache(keys, values, candidates, preceding, cache.length + 1)
+
+
+def _attention_cache_shape(config: ModelConfig, batch: int, capacity: int) -> tuple[int, ...]:
+    head_width = config.head_width or config.width // config.heads
+    return config.layers, batch, capacity, config.kv_heads, head_width
 
 
 def _next(

@@ -20,9 +20,10 @@ def block_length(length: int, elements: int, budget: int) -> int:
     longest = max(1, budget // max(1, elements))
     if longest >= length:
         return length
-    # Equal blocks waste the least; accelerators want multiples of eight.
+    # Accelerators want multiples of eight; equal blocks waste the least.
+    longest = longest // 8 * 8 or longest
     equal = math.ceil(length / math.ceil(length / longest))
-    return min(length, math.ceil(equal / 8) * 8)
+    return min(longest, math.ceil(equal / 8) * 8)
 
 
 def pad_to(x: Array, axis: int, length: int, value: Any = 0) -> Array:

@@ -34,11 +34,12 @@ class CopyHead(nnx.Module):
         query_key, preceding_key, containing_key, gate_key = (rngs.copy_head() for _ in range(4))
 
         def projection(key: Array, used: bool) -> nnx.Param | None:
-            shape, axes = (width, pointers, copy), ("embed", None, None)
+            shape, axes = (width, pointers, copy), ("embed", "pointers", None)
             return parameter(key, shape, axes, scale) if used else None
 
         def per_pointer(value: float, used: bool, *more: int) -> nnx.Param | None:
-            return constant(value, (*more, pointers), (None,) * (1 + len(more))) if used else None
+            axes = (*[None] * len(more), "pointers")
+            return constant(value, (*more, pointers), axes) if used else None
 
         self.query = projection(query_key, True)
         self.preceding = projection(preceding_key, config.alignment in ("preceding", "both"))
@@ -48,7 +49,7 @@ class CopyHead(nnx.Module):
         self.gate_bias = per_pointer(config.gate_bias, config.gate != "sentinel")
         self.confidence = per_pointer(0.0, config.gate == "confidence", 2)
         self.sentinel = (
-            parameter(gate_key, (pointers, copy), (None, None), copy**-0.5)
+            parameter(gate_key, (pointers, copy), ("pointers", None), copy**-0.5)
             if config.gate == "sentinel"
             else None
         )

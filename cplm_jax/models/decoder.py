@@ -37,8 +37,8 @@ class States(NamedTuple):
     """The states that copy keys are made from: h, or those after block ``copy_head.key_layer``."""
 
 
-Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
-"""Maps queries, keys, values and something of the layer to what the heads gather and something to keep."""
+Attend = Callable[[Array, Array, Array, Array, Any], tuple[Array, Any]]
+"""Maps queries, keys, values, the layer's index and a memory to what the heads gather and the new memory."""
 
 
 class Block(nnx.Module):
@@ -62,22 +62,30 @@ class Block(nnx.Module):
         self.dropout = config.dropout
 
     def __call__(
-        self, x: Array, positions: Array, attention: Attend, key: Array | None = None, extra: Any = None
+        self,
+        x: Array,
+        positions: Array,
+        attention: Attend,
+        layer: Array,
+        memory: Any = None,
+        key: Array | None = None,
     ) -> tuple[Array, Any]:
-        """Maps (batch, length, width) to the same, and returns what ``attention`` keeps.
+        """Maps (batch, length, width) to the same, and the memory to a new one.
 
         Args:
           x: the residual stream.
           positions: of each token in its document.
-          attention: gathers values for queries, given ``extra``.
+          attention: gathers values for queries.
+          layer: index of the block.
+          memory: what ``attention`` carries from block to block.
           key: draws the dropout.
-          extra: something of the layer for ``attention``.
         """
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-        mixed, kept = attention(*self.attention.project(self.attention_norm(x), positions), extra)
+        projected = self.attention.project(self.attention_norm(x), positions)
+        mixed, memory = attention(*projected, layer, memory)
         x = x + dropout(self.attention.merge(mixed), self.dropout, attention_key)
         x = x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, mlp_key)
-        return constrain(x, "batch", "length", None), kept
+        return constrain(x, "batch", "length", None), memory
 
 
 class Decoder(nnx.Module):
@@ -129,7 +137,7 @@ class Decoder(nnx.Module):
         x: Float[Array, "batch length width"],
         positions: Int[Array, "batch length"],
         attention: Attend,
-        extras: Any = None,
+        memory: Any = None,
         dropout_key: Array | None = None,
     ) -> tuple[States, Any]:
         """Runs all blocks.
@@ -138,32 +146,35 @@ class Decoder(nnx.Module):
           x: what :meth:`embed` returns.
           positions: position of each token in its document.
           attention: see :class:`Block`.
-          extras: what each layer's ``attention`` is given, stacked along a leading axis.
+          memory: what ``attention`` is given in the first block.
           dropout_key: draws the dropout; ``None`` for evaluation.
 
         Returns:
-          The states, and what each layer's ``attention`` keeps, stacked.
+          The states, and the memory after the last block.
         """
         config = self.config
         graph, stacked = nnx.split(self.blocks)
         keys = None if dropout_key is None else jax.random.split(dropout_key, config.layers)
+        key_layer = None if config.copy_head is None else config.copy_head.key_layer
 
-        def body(x: Array, layer: tuple[Any, Array | None, Any]) -> tuple[Array, Any]:
-            state, key, extra = layer
-            return nnx.merge(graph, state)(x, positions, attention, key, extra)
+        def block(x: Array, memory: Any, layer: Array, state: Any, key: Array | None) -> tuple[Array, Any]:
+            return nnx.merge(graph, state)(x, positions, attention, layer, memory, key)
 
         if config.rematerialize:
-            body = jax.checkpoint(body, prevent_cse=False)  # inside a scan CSE cannot undo it
-        xs = (stacked, keys, extras)
-        key_layer = None if config.copy_head is None else config.copy_head.key_layer
-        if key_layer is None:
-            x, kept = jax.lax.scan(body, x, xs)
-            hidden = self.final_norm(x)
-            return States(hidden, hidden), kept
-        early, first = jax.lax.scan(body, x, jax.tree.map(lambda leaf: leaf[:key_layer], xs))
-        x, rest = jax.lax.scan(body, early, jax.tree.map(lambda leaf: leaf[key_layer:], xs))
-        kept = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, rest)
-        return States(self.final_norm(x), early), kept
+            block = jax.checkpoint(block, prevent_cse=False)  # inside a scan CSE cannot undo it
+
+        def body(carry: tuple[Array, Array, Any], xs: Any) -> tuple[tuple[Array, Array, Any], None]:
+            x, early, memory = carry
+            x, memory = block(x, memory, *xs)
+            if key_layer is not None:
+                early = jnp.where(xs[0] == key_layer - 1, x, early)
+            return (x, early, memory), None
+
+        early = jnp.zeros_like(x) if key_layer is not None else jnp.zeros((), x.dtype)
+        xs = (jnp.arange(config.layers), stacked, keys)
+        (x, early, memory), _ = jax.lax.scan(body, (x, early, memory), xs)
+        hidden = self.final_norm(x)
+        return States(hidden, hidden if key_layer is None else early), memory
 
     def states(
         self,
@@ -181,8 +192,8 @@ class Decoder(nnx.Module):
           dropout_key: draws the dropout; ``None`` for evaluation.
         """
 
-        def attention(query: Array, key: Array, value: Array, _: None) -> tuple[Array, None]:
-            return attend(query, key, value, segment_ids, self.config.attention_block), None
+        def attention(query: Array, key: Array, value: Array, _: Array, memory: None) -> tuple[Array, None]:
+            return attend(query, key, value, segment_ids, self.config.attention_block), memory
 
         states, _ = self.run_blocks(self.embed(tokens), positions, attention, dropout_key=dropout_key)
         return states

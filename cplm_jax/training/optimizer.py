@@ -28,10 +28,13 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def decay_mask(logical_axes: Any) -> Any:
-    """Returns which parameters are decayed: matrices, not norms, biases or vectors (stacked or not)."""
+    """Returns which parameters are decayed: matrices, not norms, biases or vectors (stacked or not).
+
+    A vector for each layer or pointer is no matrix.
+    """
 
     def is_matrix(axes: tuple[str | None, ...]) -> bool:
-        return len([a for a in axes if a != "layers"]) >= 2
+        return len([a for a in axes if a not in ("layers", "pointers")]) >= 2
 
     return jax.tree.map(is_matrix, logical_axes, is_leaf=lambda x: isinstance(x, tuple))
 

@@ -165,7 +165,7 @@ def test_scanned_blocks_equal_the_blocks_one_after_the_other():
     x = params["embedding"][tokens] * BASELINE.width**0.5
     for i in range(BASELINE.layers):
         block = nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], stacked))
-        x, _ = block(x, positions, lambda q, k, v, _: (attend(q, k, v, segment_ids), None))
+        x, _ = block(x, positions, lambda q, k, v, i, m: (attend(q, k, v, segment_ids), m), jnp.int32(i))
     states = model.states(tokens, segment_ids, positions)
     np.testing.assert_allclose(model.final_norm(x), states.hidden, rtol=1e-5, atol=1e-5)
 
