@@ -42,7 +42,7 @@ from cplm_jax.config_loading import load_config
 from cplm_jax.data.pipeline import Batch
 from cplm_jax.errors import USER_ERROR_STATUS, UserError, first_line
 from cplm_jax.models.decoder import define_model, parameter_count
-from cplm_jax.sharding import AXES, check_divisible, mesh_shape, named_sharding
+from cplm_jax.sharding import AXES, check_batches_divisible, check_divisible, mesh_shape, named_sharding
 from cplm_jax.training.setup import resolve_vocabulary
 from cplm_jax.training.step import Trainer
 
@@ -145,7 +145,8 @@ def variants_of(file: Path, length: int, tokens: int, flags: Sequence[str], mesh
         raise UserError(f"{file}: model.copy_head is null, so there is nothing to compare; set it")
     config = resolve_vocabulary(config, config.model.vocabulary_size or config.data.tokenizer_vocabulary_size)
     definition = define_model(config.model)
-    check_divisible(definition.logical_axes, definition.shapes, mesh, config)
+    check_divisible(definition.logical_axes, definition.shapes, mesh)
+    check_batches_divisible(config, mesh)
     return [dataclasses.replace(config, model=dataclasses.replace(config.model, copy_head=None)), config]
 
 

@@ -2,17 +2,20 @@
 
 import functools
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from cplm_jax.config import ModelConfig
 from cplm_jax.decoding import Cache, decode, prefill
 from cplm_jax.errors import UserError
 from cplm_jax.loading import LoadedModel
+from cplm_jax.models.decoder import define_model
 from cplm_jax.precision import LOWEST
+from cplm_jax.sharding import ways
 
 _COLDEST = 1e-4  # below this, a difference of log-probabilities overflows float32
 
@@ -77,8 +80,8 @@ def generate(
 ) -> str | list[str]:
     """Continues one prompt, or several at a time, until EOS or ``max_tokens``.
 
-    The model sees at most the last ``data.sequence_length`` tokens, the length it was trained at; when
-    a text has filled them, its oldest quarter is forgotten.
+    The model sees at most the last ``data.sequence_length`` tokens, the length it was trained at. When
+    a text has filled them, its oldest quarter is forgotten, and as much of the texts beside it.
 
     Args:
       model: the model.
@@ -94,33 +97,40 @@ def generate(
 
     Raises:
       UserError: if an argument is out of range.
+      TypeError: if a prompt is no text.
     """
     check_arguments(max_tokens, temperature, top_k, top_p, seed)
-    prompts = [prompt] if isinstance(prompt, str) else prompt
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    for text in prompts:
+        if not isinstance(text, str):
+            raise TypeError(f"a prompt must be text, not {type(text).__name__}")
     if not prompts:
         return []
     tokenizer = model.tokenizer
     texts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in prompts]
-    starts, ends = [len(ids) for ids in texts], [len(ids) + max_tokens for ids in texts]
-    choose = jax.jit(functools.partial(_choose, temperature, top_k, top_p))
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(texts)))
+    starts = [len(ids) for ids in texts]
     with jax.set_mesh(model.mesh):
-        reader = _Reader(model, max(ends))
+        texts += [[tokenizer.bos_id]] * (-len(texts) % ways("batch"))  # a mesh splits rows evenly
+        running = np.arange(len(texts)) < len(prompts)
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(len(texts)))
+        reader = _Reader(model, max(starts) + max_tokens)
         for number in range(max_tokens):
-            chosen = np.asarray(choose(reader.next_log_probs(texts), keys, np.int32(number)))
-            for row, token in enumerate(chosen.tolist()):
-                if token == tokenizer.eos_id:
-                    ends[row] = min(ends[row], len(texts[row]))
-                texts[row].append(token)  # a finished text keeps growing, and is cut below
-            if all(end < len(ids) for ids, end in zip(texts, ends, strict=True)):
+            log_p = reader.next_log_probs(texts, running)
+            chosen = np.asarray(_choose(log_p, keys, number, temperature, top_k, top_p))
+            running &= chosen != tokenizer.eos_id
+            for row in np.flatnonzero(running):
+                texts[row].append(int(chosen[row]))
+            if not running.any():
                 break
-    continuations = (ids[start:end] for ids, start, end in zip(texts, starts, ends, strict=True))
-    decoded = [tokenizer.decode(i for i in ids if i < tokenizer.size) for ids in continuations]
+    decoded = [
+        tokenizer.decode(i for i in ids[start:] if i < tokenizer.size)
+        for ids, start in zip(texts[: len(starts)], starts, strict=True)
+    ]
     return decoded[0] if isinstance(prompt, str) else decoded
 
 
 class _Reader:
-    """Reads growing texts: through the cache, and afresh where a text outgrew it.
+    """Reads growing texts: through the cache, and afresh where a running text outgrew it.
 
     Args:
       model: the model.
@@ -130,42 +140,54 @@ class _Reader:
     def __init__(self, model: LoadedModel, longest: int):
         self._model = model
         self._capacity = _round_up(longest, model.config.data.sequence_length)
-        self._prefill = jax.jit(
-            functools.partial(prefill, model.definition, capacity=self._capacity), static_argnames="capacity"
-        )
-        self._decode = jax.jit(functools.partial(decode, model.definition), donate_argnames="cache")
+        self._prefill, self._decode = _compiled(model.definition.config)
         self._cache: Cache | None = None
         self._begins: list[int] = []
 
-    def next_log_probs(self, texts: Sequence[Sequence[int]]) -> Float[Array, "batch vocabulary"]:
-        """Returns log p of what follows each text; each call finds texts one token longer."""
-        params, capacity = self._model.params, self._capacity
+    def next_log_probs(
+        self, texts: Sequence[Sequence[int]], running: np.ndarray
+    ) -> Float[Array, "batch vocabulary"]:
+        """Returns log p of what follows each text; each call finds running texts one token longer.
+
+        What it returns for texts that do not run means nothing.
+        """
+        capacity = self._capacity
         if self._cache is None:
             self._begins = [max(0, len(ids) - capacity) for ids in texts]
-        full = [len(ids) - begin > capacity for ids, begin in zip(texts, self._begins, strict=True)]
-        if self._cache is not None and not any(full):
-            last = np.asarray([ids[-1] for ids in texts], np.int32)
-            log_p, self._cache = self._decode(
-                params, cache=self._cache, tokens=last, copyable=self._copyable(last)
-            )
-            return log_p
-        kept = capacity - capacity // 4
-        self._begins = [
-            len(ids) - kept if over else begin
-            for ids, begin, over in zip(texts, self._begins, full, strict=True)
-        ]
+            return self._read(texts)
+        lengths = np.asarray([len(ids) for ids in texts]) - self._begins
+        if np.any(lengths[running] > capacity):
+            # All long texts forget together, so that soon no other outgrows the cache.
+            kept = capacity - capacity // 4
+            self._begins = [len(ids) - min(int(n), kept) for ids, n in zip(texts, lengths, strict=True)]
+            self._cache = None  # before the new one is made
+            return self._read(texts)
+        last = np.asarray([ids[-1] for ids in texts], np.int32)
+        log_p, self._cache = self._decode(self._model.params, self._cache, last, self._copyable(last))
+        return log_p
+
+    def _read(self, texts: Sequence[Sequence[int]]) -> Float[Array, "batch vocabulary"]:
         seen = [ids[begin:] for ids, begin in zip(texts, self._begins, strict=True)]
         lengths = np.asarray([len(ids) for ids in seen], np.int32)
-        tokens = np.full(
-            (len(seen), _round_up(lengths.max(), capacity)), self._model.tokenizer.pad_id, np.int32
-        )
+        padded = _round_up(lengths.max(), self._capacity)
+        tokens = np.full((len(seen), padded), self._model.tokenizer.pad_id, np.int32)
         for row, ids in zip(tokens, seen, strict=True):
             row[: len(ids)] = ids
-        log_p, self._cache = self._prefill(params, tokens, lengths, self._copyable(tokens))
+        log_p, self._cache = self._prefill(
+            self._model.params, tokens, lengths, self._copyable(tokens), capacity=self._capacity
+        )
         return log_p
 
     def _copyable(self, tokens: np.ndarray) -> np.ndarray:
         return ~np.isin(tokens, self._model.tokenizer.control_ids)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(config: ModelConfig) -> tuple[Any, Any]:
+    """Returns jitted ``prefill`` and ``decode``, the same at every call: they keep what they compiled."""
+    definition = define_model(config)
+    read = jax.jit(functools.partial(prefill, definition), static_argnames="capacity")
+    return read, jax.jit(functools.partial(decode, definition), donate_argnums=1)
 
 
 def _round_up(length: int, limit: int) -> int:
@@ -177,6 +199,9 @@ def check_arguments(
     max_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
 ) -> None:
     """Raises :class:`UserError` for an argument of :func:`generate` that is out of range."""
+    for name, value in (("max_tokens", max_tokens), ("top_k", top_k), ("seed", seed)):
+        if value is not None and not isinstance(value, int):
+            raise UserError(f"--{name} {value}: must be a whole number")
     if max_tokens < 1:
         raise UserError(f"--max_tokens {max_tokens}: must be at least 1")
     if temperature != 0 and not _COLDEST <= temperature < float("inf"):
@@ -189,8 +214,14 @@ def check_arguments(
         raise UserError(f"--seed {seed}: must be at least 0 and below 2**31")
 
 
+@functools.partial(jax.jit, static_argnames=("temperature", "top_k", "top_p"))
 def _choose(
-    temperature: float, top_k: int | None, top_p: float | None, log_p: Array, keys: Array, number: Array
+    log_p: Array,
+    keys: Array,
+    number: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
 ) -> Int[Array, "batch"]:
     """Returns the next token of every row; ``keys`` are its own, ``number`` counts its tokens."""
     if temperature == 0.0:

@@ -13,7 +13,7 @@ from cplm_jax.data.tokenizer import Tokenizer
 from cplm_jax.errors import UserError
 from cplm_jax.interop.export import is_export, restore_export
 from cplm_jax.models.decoder import Decoder, ModelDefinition, define_model
-from cplm_jax.sharding import make_mesh, shardings
+from cplm_jax.sharding import check_batches_divisible, check_divisible, make_mesh, shardings
 from cplm_jax.training.checkpointing import Checkpointer
 from cplm_jax.training.run_directory import RunDirectory
 from cplm_jax.training.setup import resolve_vocabulary
@@ -58,7 +58,8 @@ def load_model(path: str | Path, mesh: Mesh | None = None) -> LoadedModel:
       mesh: devices to place parameters on; one device if ``None``.
 
     Raises:
-      UserError: if the path holds neither, or what it holds is damaged.
+      UserError: if the path holds neither, or what it holds is damaged, or if the mesh does not split the
+        model or its evaluation batches evenly.
     """
     run = RunDirectory(path)
     if not os.path.isdir(run.path):
@@ -85,6 +86,8 @@ def load_model(path: str | Path, mesh: Mesh | None = None) -> LoadedModel:
     definition = define_model(config.model)
     if mesh is None:
         mesh = make_mesh(MeshConfig(data=1))
+    check_divisible(definition.logical_axes, definition.shapes, mesh)
+    check_batches_divisible(config, mesh, training=False)
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         definition.shapes,

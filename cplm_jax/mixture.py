@@ -18,7 +18,7 @@ choices of ``g_t`` (:func:`gate_logits`). Each of P pointers has its own ``e``, 
 
 * :func:`target_terms` is the loss path: only ``lse(z_t)``, ``z_t[y_t]``, ``A_t`` and ``M_t(y_t)`` enter.
   They are computed blockwise (:mod:`cplm_jax.kernels`), so that neither a (length, length) nor a
-  (tokens, vocabulary) array exists.
+  (tokens, vocabulary) array exists, beyond what fits one block.
 * :func:`log_distribution` is the distribution path: ``M_t(v)`` for every v by
   ``jax.ops.segment_sum`` over the candidates' token ids.
 
@@ -29,7 +29,9 @@ Everything here is float32, whatever the model computes in. Shapes: B batch, T l
 P pointers, C copy width, V vocabulary.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,6 +46,7 @@ from cplm_jax.kernels.pointer import pointer_terms
 from cplm_jax.kernels.scatter import Method, logsumexp_by_token, sum_by_token
 from cplm_jax.pointer import Pointer, copy_scores
 from cplm_jax.precision import LOWEST, einsum_float32, masked_logsumexp
+from cplm_jax.sharding import ways
 
 
 class TargetTerms(NamedTuple):
@@ -52,9 +55,11 @@ class TargetTerms(NamedTuple):
     log_prob: Float[Array, "batch length"]
     """log p(y_t)."""
     gate: Float[Array, "batch length"]
-    """sigmoid(g_t), the weight of copying; 0 where no candidate is valid."""
+    """sigmoid(g_t), the weight of copying; 0 where no candidate is valid. With ``context_logits``, which has
+    no gate, the probability of the tokens that received a score."""
     responsibility: Float[Array, "batch length"]
-    """r_t = sigmoid(g_t) p_copy(y_t) / p(y_t), the share of p(y_t) that came from copying."""
+    """r_t = sigmoid(g_t) p_copy(y_t) / p(y_t), the share of p(y_t) that came from copying. With
+    ``context_logits``, the share by which p(y_t) exceeds p_lm(y_t), if it does."""
     log_copy: Float[Array, "batch length"]
     """log p_copy(y_t); ``LOWEST`` where y_t is not among the valid candidates."""
     lm_log_total: Float[Array, "batch length"]
@@ -97,8 +102,9 @@ def gate_logits(pointer: Pointer, totals: Totals) -> tuple[Float[Array, "batch l
         return totals.copy_peak, -term, totals.copy_rest
     if pointer.gate == "shared_softmax":
         return totals.copy_peak, -totals.lm_peak, term, totals.copy_rest - totals.lm_rest
-    if pointer.confidence is None:
+    if pointer.gate != "confidence":
         return totals.copy_peak, term, totals.copy_rest
+    assert pointer.confidence is not None
     entropy = totals.copy_rest - totals.copy_mean
     of_total, of_entropy = pointer.confidence
     return term, of_total * totals.copy_peak, of_total * totals.copy_rest + of_entropy * entropy
@@ -286,34 +292,44 @@ def context_log_softmax(
     return _logsumexp_of_sums(parts)[1], received
 
 
+def positions_at_a_time(pointer: Pointer | None, targets: Int[Array, "batch length"], vocabulary: int) -> int:
+    """Returns how many positions of every row :func:`log_distribution` should be asked for at a time.
+
+    It holds several arrays of (batch, positions, vocabulary) and (batch, positions, pointers, candidates).
+    """
+    batch, length = targets.shape
+    scores = 0 if pointer is None else pointer.query.shape[2] * pointer.candidates.tokens.shape[1]
+    elements = math.ceil(batch / ways("batch")) * (math.ceil(vocabulary / ways("vocabulary")) + scores)
+    return block_length(length, elements, LOGIT_BUDGET // 4)
+
+
 def _context_terms(
     hidden: Array, matrix: Array, targets: Array, pointer: Pointer, chunk: int | None
 ) -> TargetTerms:
     """:func:`target_terms` of the other mixture: its distribution path over blocks of positions."""
     batch, length = targets.shape
-    candidates = pointer.candidates
-    if chunk is None:
-        per_position = batch * (matrix.shape[0] + pointer.query.shape[2] * candidates.tokens.shape[1])
-        block = block_length(length, per_position, LOGIT_BUDGET)
-    else:
-        block = max(1, chunk // batch)
+    block = positions_at_a_time(pointer, targets, matrix.shape[0])
+    if chunk is not None:
+        block = max(1, chunk * ways("batch") // batch)
+    # In float32 outside of the blocks, whose gradients of it add up.
+    key = pointer.candidates.key.astype(jnp.float32)
 
     def terms(
         hidden: Array, targets: Array, index: Array, query: Array, term: Array, ids: Array
     ) -> TargetTerms:
         logits = einsum_float32("btd,vd->btv", hidden, matrix.astype(hidden.dtype))
-        part = Pointer(
-            query, term, ids, candidates, pointer.recency, pointer.confidence, pointer.gate, pointer.block
-        )
+        candidates = dataclasses.replace(pointer.candidates, key=key.astype(query.dtype))
+        part = dataclasses.replace(pointer, candidates=candidates).part(query, term, ids)
         log_p, received = context_log_softmax(logits, part, index)
         copy = copy_distribution(logits, part, index)
         matches = copy.valid & (candidates.tokens[:, None, :] == targets[:, :, None])
+        log_prob, without = _pick(log_p, targets), _pick(_log_softmax(logits), targets)
         return TargetTerms(
-            log_prob=_pick(log_p, targets),
+            log_prob=log_prob,
             gate=jnp.sum(jnp.where(received, jnp.exp(log_p), 0.0), axis=-1),
-            responsibility=jnp.any(matches, axis=-1).astype(jnp.float32),
+            responsibility=1.0 - jnp.exp(jnp.minimum(without - log_prob, 0.0)),
             log_copy=masked_logsumexp(copy.log_prob, matches),
-            lm_log_total=jax.nn.logsumexp(logits, axis=-1),
+            lm_log_total=functools.reduce(jnp.add, _lm_total(logits))[..., 0],
         )
 
     index = jnp.broadcast_to(jnp.arange(length), targets.shape)

@@ -3,6 +3,7 @@
 Shapes: B batch, T length, J candidates, P pointers, C copy width.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from cplm_jax.kernels.blocks import block_length, map_blocks
+from cplm_jax.kernels.pointer import score_scale
 from cplm_jax.precision import einsum_float32
 
 # Pairs of position and candidate that are compared at a time: 16 MiB of 32-bit ids.
@@ -76,6 +78,10 @@ class Pointer:
         candidates = self.candidates
         return valid_candidates(candidates.copyable, candidates.segment_ids, self.segment_ids, index)
 
+    def part(self, query: Array, gate_term: Array, segment_ids: Array) -> "Pointer":
+        """Returns the pointer of some of its positions, into the same candidates."""
+        return dataclasses.replace(self, query=query, gate_term=gate_term, segment_ids=segment_ids)
+
 
 def valid_candidates(
     copyable: Bool[Array, "batch candidates"],
@@ -107,7 +113,7 @@ def copy_scores(
 ) -> Float[Array, "batch length pointers candidates"]:
     """Returns ``e_tj = q_t . k_j / sqrt(C) - recency (t - j)`` for every pair of positions, in float32."""
     scores = einsum_float32("btpc,bjpc->btpj", pointer.query, pointer.candidates.key)
-    scores = scores / jnp.sqrt(jnp.float32(pointer.query.shape[-1]))
+    scores = scores * score_scale(pointer.query)
     if pointer.recency is None:
         return scores
     distance = _distance(pointer.segment_ids, index, scores.shape[-1])

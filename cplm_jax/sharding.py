@@ -101,6 +101,12 @@ def parts(logical: str) -> int:
     return math.prod(mesh.shape[a] for a in _split_over(logical))
 
 
+def ways(logical: str) -> int:
+    """Returns into how many parts the mesh in use splits a logical axis, inside :func:`on_mesh` or not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else _ways(logical, mesh)
+
+
 def part_index(logical: str) -> jax.Array:
     """Returns which part of a logical axis this device holds; 0 outside :func:`on_mesh`."""
     axes = _split_over(logical)
@@ -184,51 +190,56 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=present[:size])
 
 
-def check_divisible(logical_axes: Any, shapes: Any, mesh: Mesh, config: Config) -> None:
-    """Checks that the mesh splits every parameter, and the batch, evenly.
+def check_divisible(logical_axes: Any, shapes: Any, mesh: Mesh) -> None:
+    """Checks that the mesh splits every parameter evenly.
 
     Args:
       logical_axes: nested dict of tuples of logical axis names.
       shapes: nested dict, the same keys, of arrays or ``jax.ShapeDtypeStruct``.
       mesh: the mesh.
-      config: the configuration, for the sizes of batches.
 
     Raises:
       UserError: naming the configuration field and the mesh axis.
     """
-
-    def ways(axis: str | None) -> int:
-        return math.prod(mesh.shape[m] for m in RULES.get(axis or "", ()))
-
-    def walk(axes: Any, node: Any) -> None:
-        if isinstance(axes, Mapping):
-            for key in axes:
-                walk(axes[key], node[key])
-            return
-        for axis, size in zip(axes, node.shape, strict=True):
-            if axis is not None and size % ways(axis):
-                mesh_axis = RULES[axis][0]
-                raise UserError(
-                    f"{_FIELD_OF_AXIS[axis]} = {size} is not a multiple of mesh.{mesh_axis} = "
-                    f"{mesh.shape[mesh_axis]}; change one of them"
-                )
-
-    walk(logical_axes, shapes)
-    length = config.data.sequence_length
-    if length % ways("length"):
-        raise UserError(
-            f"data.sequence_length = {length} is not a multiple of mesh.sequence = {ways('length')}, over "
-            "which the context is split; change one of them"
-        )
-    for name, rows in (
-        ("train.batch_size / train.accumulation", config.train.batch_size // config.train.accumulation),
-        ("evaluation.batch_size", config.evaluation.batch_size),
-    ):
-        if rows % ways("batch"):
+    if isinstance(logical_axes, Mapping):
+        for key in logical_axes:
+            check_divisible(logical_axes[key], shapes[key], mesh)
+        return
+    for axis, size in zip(logical_axes, shapes.shape, strict=True):
+        if axis in RULES and size % _ways(axis, mesh):
+            mesh_axis = RULES[axis][0]
             raise UserError(
-                f"{name} = {rows} is not a multiple of mesh.data x mesh.fsdp = {ways('batch')}, over "
+                f"{_FIELD_OF_AXIS[axis]} = {size} is not a multiple of mesh.{mesh_axis} = "
+                f"{mesh.shape[mesh_axis]}; change one of them"
+            )
+
+
+def check_batches_divisible(config: Config, mesh: Mesh, training: bool = True) -> None:
+    """Checks that the mesh splits rows and lengths of batches evenly, those of training if there is any.
+
+    Raises:
+      UserError: naming the configuration field and the mesh axes.
+    """
+    length, pieces = config.data.sequence_length, _ways("length", mesh)
+    if length % pieces:
+        raise UserError(
+            f"data.sequence_length = {length} is not a multiple of mesh.sequence = {pieces}, over which the "
+            "context is split; change one of them"
+        )
+    rows = {"evaluation.batch_size": config.evaluation.batch_size}
+    if training:
+        part = config.train.batch_size // config.train.accumulation
+        rows = {"train.batch_size / train.accumulation": part, **rows}
+    for name, count in rows.items():
+        if count % _ways("batch", mesh):
+            raise UserError(
+                f"{name} = {count} is not a multiple of mesh.data x mesh.fsdp = {_ways('batch', mesh)}, over "
                 "which the rows of a batch are split; change one of them"
             )
+
+
+def _ways(axis: str, mesh: Any) -> int:
+    return math.prod(mesh.shape[a] for a in RULES[axis])
 
 
 def shardings(logical_axes: Any, mesh: Mesh) -> Any:

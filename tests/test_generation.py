@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cplm_jax.generation import filter_log_probs, generate
+from cplm_jax.errors import UserError
+from cplm_jax.generation import _Reader, filter_log_probs, generate
 from cplm_jax.loading import load_model
 from cplm_jax.mixture import log_distribution
 from cplm_jax.training.loop import train
@@ -18,7 +19,9 @@ from tests.tiny import tiny_config
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    config = tiny_config(tmp_path_factory.mktemp("generation"), "--optimizer.learning_rate", "1e-2")
+    # `both`, so that BOS would be a candidate if control tokens were.
+    flags = ("--optimizer.learning_rate", "1e-2", "--model.copy_head.alignment", "both")
+    config = tiny_config(tmp_path_factory.mktemp("generation"), *flags)
     train(config)
     return load_model(config.run_dir)
 
@@ -58,6 +61,70 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(model):
     prompts = ["return self value_a1 value_a1", "", "token copy_b7 token copy " * 3]
     assert generate(model, prompts, max_tokens=10) == [generate(model, p, max_tokens=10) for p in prompts]
     assert generate(model, []) == []
+
+
+def test_the_reader_gives_the_distributions_of_the_full_pass(model, exact_next):
+    texts = [[model.tokenizer.bos_id, *model.tokenizer.encode(p)] for p in ("def value_a1 def", "token")]
+    reader, running = _Reader(model, 40), np.ones(2, bool)
+    for _ in range(4):
+        log_p = np.asarray(reader.next_log_probs(texts, running))
+        for row, ids in zip(log_p, texts, strict=True):
+            np.testing.assert_allclose(row, exact_next(ids), rtol=1e-4, atol=1e-5)
+            ids.append(int(np.argsort(row)[-2]))
+
+
+def greedy(model, exact_next, prompt, count, eos=None):
+    """Ids of a continuation, by whole passes."""
+    ids = [model.tokenizer.bos_id, *model.tokenizer.encode(prompt)]
+    start = len(ids)
+    while len(ids) < start + count:
+        chosen = int(np.argmax(exact_next(ids)))
+        if chosen == eos:
+            break
+        ids.append(chosen)
+    return ids[start:]
+
+
+def test_a_text_ends_at_eos_and_the_others_go_on(model, exact_next, monkeypatch):
+    prompts = ["return self value_a1 value_a1", "token copy_b7 token copy"]
+    ids = greedy(model, exact_next, prompts[0], 12)
+    end = next(i for i in range(1, len(ids)) if ids[i] not in ids[:i])
+    monkeypatch.setattr(model.tokenizer, "eos_id", ids[end])
+    other = greedy(model, exact_next, prompts[1], 12, ids[end])
+    assert len(other) > end  # it does go on
+    expected = [model.tokenizer.decode(x) for x in (ids[:end], other)]
+    assert generate(model, prompts, max_tokens=12) == expected
+
+
+def test_equal_prompts_of_a_batch_draw_different_texts(model):
+    drawn = generate(model, ["def"] * 4, max_tokens=12, temperature=1.0, top_p=0.95)
+    assert len(set(drawn)) > 1
+    assert drawn == generate(model, ["def"] * 4, max_tokens=12, temperature=1.0, top_p=0.95)
+
+
+def test_a_batch_that_fills_its_windows_is_read_afresh_seldom(model, monkeypatch):
+    """Rows that overflow at different steps share their new beginnings."""
+    reads = []
+    whole = _Reader._read
+    monkeypatch.setattr(_Reader, "_read", lambda self, texts: reads.append(1) or whole(self, texts))
+    monkeypatch.setattr(model.tokenizer, "eos_id", -1)  # so that no text ends early
+    window = model.config.data.sequence_length
+    generate(model, ["def " * n for n in range(1, 9)], max_tokens=window + 20)
+    assert len(reads) <= 1 + (window + 20) // (window // 4) + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"prompt": None}, TypeError, "NoneType"),
+        ({"prompt": ["a", 3]}, TypeError, "int"),
+        ({"prompt": "a", "max_tokens": 2.5}, UserError, "max_tokens 2.5"),
+        ({"prompt": "a", "seed": 1.5}, UserError, "seed 1.5"),
+    ],
+)
+def test_wrong_arguments_are_named(model, arguments, error, words):
+    with pytest.raises(error, match=words):
+        generate(model, **arguments)
 
 
 def test_a_text_that_outgrows_the_window_forgets_its_oldest_quarter(model, exact_next):

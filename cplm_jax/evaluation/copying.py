@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from cplm_jax.data.pipeline import Batch
-from cplm_jax.kernels.scatter import sum_by_token
-from cplm_jax.mixture import copy_distribution, log_distribution, target_terms
+from cplm_jax.kernels.blocks import map_blocks
+from cplm_jax.kernels.scatter import logsumexp_by_token, sum_by_token
+from cplm_jax.mixture import copy_distribution, log_distribution, positions_at_a_time, target_terms
 from cplm_jax.models.decoder import ModelDefinition
 from cplm_jax.pointer import occurs_in_context, valid_candidates
 from cplm_jax.precision import LOWEST, masked_logsumexp
@@ -45,57 +46,50 @@ class TokenReport(NamedTuple):
 def token_report(definition: ModelDefinition, params: Any, batch: Batch) -> TokenReport:
     """Computes the report of a batch from the full distribution of the mixture; jit-able.
 
-    Rows are computed one after the other, since each takes several arrays of (length, vocabulary).
+    Positions are taken some at a time, since each takes arrays of the vocabulary's size.
     """
-
-    def one_row(row: Batch) -> TokenReport:
-        report = _rows_report(definition, params, jax.tree.map(lambda x: x[None], row))
-        return jax.tree.map(lambda x: x[0], report)
-
-    return jax.lax.map(one_row, batch)
-
-
-def _rows_report(definition: ModelDefinition, params: Any, batch: Batch) -> TokenReport:
     model = definition.bind(params)
     states = model.states(batch.tokens, batch.segment_ids, batch.positions)
     pointer = model.pointer(states, batch.tokens, batch.segment_ids, batch.copyable)
     terms = target_terms(states.hidden, model.lm_matrix, batch.targets, pointer, model.config.logit_chunk)
-    logits = model.logits(states.hidden)
-    log_p = log_distribution(logits, pointer)
-    valid = valid_candidates(batch.copyable, batch.segment_ids, batch.segment_ids)
-    present = sum_by_token(valid.astype(jnp.float32), valid, batch.tokens, log_p.shape[-1]) > 0
-    shape = batch.tokens.shape
-    copy_correct, source = jnp.zeros(shape, bool), jnp.full(shape, -1, jnp.int32)
-    if pointer is not None:
-        copy = copy_distribution(logits, pointer)
-        matches = copy.valid & (batch.tokens[:, None, :] == batch.targets[:, :, None])
-        likeliest = jnp.argmax(jnp.where(matches, copy.log_prob, LOWEST), -1).astype(jnp.int32)
-        source = jnp.where(jnp.any(matches, -1), likeliest, -1)
-        copied = _most_copied(copy.log_prob, copy.valid, batch.tokens)
-        copy_correct = jnp.any(copy.valid, -1) & (copied == batch.targets)
+
+    def distributions(
+        hidden: Array, targets: Array, segment_ids: Array, index: Array, *of_pointer: Array
+    ) -> dict[str, Array]:
+        logits = model.logits(hidden)
+        part = None if pointer is None else pointer.part(of_pointer[0], of_pointer[1], segment_ids)
+        log_p = log_distribution(logits, part, index)
+        valid = valid_candidates(batch.copyable, batch.segment_ids, segment_ids, index)
+        present = sum_by_token(valid.astype(jnp.float32), valid, batch.tokens, log_p.shape[-1]) > 0
+        copy_correct, source = jnp.zeros(targets.shape, bool), jnp.full(targets.shape, -1, jnp.int32)
+        if part is not None:
+            copy = copy_distribution(logits, part, index)
+            matches = copy.valid & (batch.tokens[:, None, :] == targets[:, :, None])
+            likeliest = jnp.argmax(jnp.where(matches, copy.log_prob, LOWEST), -1).astype(jnp.int32)
+            source = jnp.where(jnp.any(matches, -1), likeliest, -1)
+            by_token = logsumexp_by_token(copy.log_prob, copy.valid, batch.tokens, log_p.shape[-1])
+            copy_correct = jnp.any(copy.valid, -1) & (jnp.argmax(by_token, -1) == targets)
+        return {
+            "correct": jnp.argmax(log_p, -1) == targets,
+            "log_novel": masked_logsumexp(log_p, ~present),
+            "log_known": masked_logsumexp(log_p, present),
+            "copy_correct": copy_correct,
+            "source": source,
+        }
+
+    index = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
+    of_pointer = () if pointer is None else (pointer.query, pointer.gate_term)
+    block = positions_at_a_time(pointer, batch.targets, model.lm_matrix.shape[0])
+    parts = map_blocks(
+        distributions, block, states.hidden, batch.targets, batch.segment_ids, index, *of_pointer
+    )
     return TokenReport(
         log_prob=terms.log_prob,
-        correct=jnp.argmax(log_p, -1) == batch.targets,
         in_context=occurs_in_context(batch.tokens, batch.segment_ids, batch.copyable, batch.targets),
-        log_novel=masked_logsumexp(log_p, ~present),
-        log_known=masked_logsumexp(log_p, present),
         gate=terms.gate,
         responsibility=terms.responsibility,
-        copy_correct=copy_correct,
-        source=source,
+        **parts,
     )
-
-
-def _most_copied(
-    log_prob: Float[Array, "batch length candidates"],
-    valid: Bool[Array, "batch length candidates"],
-    tokens: Int[Array, "batch length"],
-) -> Int[Array, "batch length"]:
-    """Returns the token with the largest copy probability, all its occurrences together."""
-    mass = jnp.where(valid, jnp.exp(log_prob), 0.0)
-    same = (tokens[:, :, None] == tokens[:, None, :]).astype(mass.dtype)
-    best = jnp.argmax(jnp.einsum("btj,bji->bti", mass, same), axis=-1)
-    return jnp.take_along_axis(tokens, best, axis=-1)
 
 
 class Calibration(NamedTuple):

@@ -198,7 +198,7 @@ class _Grid:
         e = jnp.einsum("btpc,bjpc->bptj", queries.query, c.key, preferred_element_type=jnp.float32)
         t = self.first + row * self.block + jnp.arange(self.block)
         distance = t[:, None] - (column * self.block + jnp.arange(self.block))[None]
-        e = e * root(queries.query)
+        e = e * score_scale(queries.query)
         if self.recency is not None:
             e = e - self.recency[:, None, None] * distance
         inside = (distance >= 0) & (t < self.first + self.length)[:, None]
@@ -208,7 +208,7 @@ class _Grid:
         return e, valid, match, distance, c.key
 
 
-def root(query: Float[Array, "... copy"]) -> float:
+def score_scale(query: Float[Array, "... copy"]) -> float:
     """Returns the factor ``1 / sqrt(C)`` of the scores."""
     return query.shape[-1] ** -0.5
 
@@ -281,7 +281,7 @@ def _local_backward(
     cotangents: tuple[Array, Array, Array],
 ) -> tuple[Array, Array, Array | None]:
     grid = _Grid(options.block, queries, candidates, recency)
-    dtype, scale = queries.query.dtype, root(queries.query)
+    dtype, scale = queries.query.dtype, score_scale(queries.query)
     split = jax.tree.map(lambda x: cut(x, 2, grid.block), (residuals, cotangents))
 
     def one_row(carry: Any, row: Any, x: Any) -> tuple[Any, Array]:

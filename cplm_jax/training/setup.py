@@ -16,7 +16,7 @@ from cplm_jax.data.packing import PackedRows
 from cplm_jax.data.sources import check_apart
 from cplm_jax.errors import UserError, first_line
 from cplm_jax.models.decoder import ModelDefinition, define_model, parameter_count
-from cplm_jax.sharding import check_divisible, make_mesh
+from cplm_jax.sharding import check_batches_divisible, check_divisible, make_mesh
 
 
 class Setup(NamedTuple):
@@ -107,7 +107,8 @@ def set_up(config: Config, report: Callable[[str], None] = lambda _: None) -> Se
     corpus = load_corpus(config.data, report)
     config = resolve_vocabulary(config, corpus.tokenizer.size)
     definition = define_model(config.model)
-    check_divisible(definition.logical_axes, definition.shapes, mesh, config)
+    check_divisible(definition.logical_axes, definition.shapes, mesh)
+    check_batches_divisible(config, mesh)
     length = config.data.sequence_length
     return Setup(
         config=config,

@@ -81,7 +81,7 @@ def test_two_processes_give_the_losses_of_one_and_stop_and_go_on_together(folder
     processes[1].send_signal(signal.SIGTERM)  # the other one learns of it from its peer
     statuses, outputs = finish(processes)
     assert statuses == [128 + signal.SIGTERM] * 2, outputs
-    assert (run_dir / "checkpoints").iterdir()
+    assert list((run_dir / "checkpoints").iterdir())
 
     statuses, outputs = finish(start(config_file, run_dir, 2, *SPLIT_ROWS))
     assert statuses == [0, 0], outputs
