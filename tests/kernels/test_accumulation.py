@@ -1,4 +1,4 @@
-"""Blocks: sums over them are float32 although products are bfloat16, and those that see nothing are skipped."""
+"""Blocks: sums over them are float32 although products are bfloat16; those that see nothing are skipped."""
 
 import jax
 import jax.numpy as jnp
