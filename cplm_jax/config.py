@@ -88,7 +88,8 @@ class CopyHeadConfig:
     `context_logits` adds; below 0 favours the LM head at the start."""
     score_block: Positive | None = None
     """Positions in a block of queries and of candidates whose copy scores exist at a time in the
-    training loss; null chooses by batch and length. Does not change the result beyond rounding."""
+    training loss; null chooses by batch and length. Does not change the result beyond rounding. The
+    `context_logits` go by `model.logit_chunk` instead."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -126,8 +127,8 @@ class ModelConfig:
     """Queries whose attention scores exist at a time on a device; null chooses by batch, heads and
     length. Does not change the result beyond rounding."""
     logit_chunk: Positive | None = None
-    """Tokens whose logits exist at a time on a device in the training loss; null chooses by the
-    vocabulary. Does not change the result beyond rounding."""
+    """Tokens whose logits exist at a time on a device in the training loss; null takes as many as 128 MiB
+    of logits hold. Does not change the result beyond rounding."""
     copy_head: CopyHeadConfig | None = field(default_factory=CopyHeadConfig)
     """The copy head; null for the baseline."""
 

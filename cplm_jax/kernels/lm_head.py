@@ -1,5 +1,7 @@
 """The LM head's share of the loss, over chunks of tokens: no (tokens, vocabulary) array is ever whole.
 
+Unless a single chunk holds all tokens: its logits are kept, since computing them again would save nothing.
+
 The idea of computing a cross-entropy from states and matrix chunk by chunk, recomputing logits in
 the backward pass, is that of Wijmans et al. 2024 (Cut Your Losses); here log-sum-exp and target logit
 come out apart, each with its own gradient, because the mixture weighs every token differently.

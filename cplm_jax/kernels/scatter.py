@@ -53,7 +53,7 @@ def sum_by_token(
 ) -> Float[Array, "batch length vocabulary"]:
     """Returns, for every v, the sum of the valid values whose candidate is v.
 
-    Args are those of :func:`logsumexp_by_token`; both methods are exact.
+    Args are those of :func:`logsumexp_by_token`; both methods give the same sums, to float32 rounding.
     """
     return _by_token(values, valid, tokens, vocabulary, method, _sum_scattered, _sum_one_hot)
 
