@@ -59,7 +59,7 @@ class TargetTerms(NamedTuple):
     no gate, the probability of the tokens that received a score."""
     responsibility: Float[Array, "batch length"]
     """r_t = sigmoid(g_t) p_copy(y_t) / p(y_t), the share of p(y_t) that came from copying. With
-    ``context_logits``, the share by which p(y_t) exceeds p_lm(y_t), if it does."""
+    ``context_logits``, the share by which p(y_t) exceeds p_lm(y_t), where y_t received a score."""
     log_copy: Float[Array, "batch length"]
     """log p_copy(y_t); ``LOWEST`` where y_t is not among the valid candidates."""
     lm_log_total: Float[Array, "batch length"]
@@ -327,7 +327,9 @@ def _context_terms(
         return TargetTerms(
             log_prob=log_prob,
             gate=jnp.sum(jnp.where(received, jnp.exp(log_p), 0.0), axis=-1),
-            responsibility=1.0 - jnp.exp(jnp.minimum(without - log_prob, 0.0)),
+            responsibility=jnp.where(
+                jnp.any(matches, -1), 1 - jnp.exp(jnp.minimum(without - log_prob, 0)), 0
+            ),
             log_copy=masked_logsumexp(copy.log_prob, matches),
             lm_log_total=functools.reduce(jnp.add, _lm_total(logits))[..., 0],
         )

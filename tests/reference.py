@@ -136,7 +136,7 @@ def _context_position(z, e, ids, y, term, summed):
     return {
         "log_p": log_p,
         "gate": np.exp(log_p[present]).sum(),
-        "responsibility": 1 - np.exp(min(0.0, z[y] - _lse(z) - log_p[y])),
+        "responsibility": (1 - np.exp(min(0.0, z[y] - _lse(z) - log_p[y]))) * (y in present),
         "log_copy": _lse(scores[:, ids == y].ravel()) - _lse(scores.ravel()) if y in present else -np.inf,
         "lm_log_total": _lse(z),
         "d_z": d_z,

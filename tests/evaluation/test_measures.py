@@ -7,21 +7,24 @@ import pytest
 from cplm_jax.data.pipeline import validation_batches
 from cplm_jax.evaluation.copying import evaluate_copying, token_report
 from cplm_jax.evaluation.validation import Validator
-from cplm_jax.mixture import log_distribution
+from cplm_jax.mixture import copy_distribution, log_distribution
 from cplm_jax.training.setup import set_up
 from tests.tiny import tiny_config
 
-GATES = ("learned", "sentinel", "shared_softmax")
+HEADS = {
+    "baseline": ["--model.copy_head", "null"],
+    "learned": [],
+    "sentinel": ["--model.copy_head.gate", "sentinel"],
+    "two pointers": ["--model.copy_head.gate", "confidence", "--model.copy_head.pointers", "2"],
+    "context_logits": ["--model.copy_head.gate", "context_logits"],
+}
 
 
-@pytest.fixture(scope="module", params=[*GATES, None], ids=str)
+@pytest.fixture(scope="module", params=HEADS)
 def measured(request, tmp_path_factory):
     """A model with random parameters, its batches, and log p(v) in float64 for every target."""
     folder = tmp_path_factory.mktemp("measures")
-    flags = (
-        ["--model.copy_head", "null"] if request.param is None else ["--model.copy_head.gate", request.param]
-    )
-    setup = set_up(tiny_config(folder, *flags, "--model.vocabulary_size", "330"))
+    setup = set_up(tiny_config(folder, *HEADS[request.param], "--model.vocabulary_size", "330"))
     params = setup.definition.init(jax.random.key(5))
     params = jax.tree.map(lambda p: p * 1.5, params)
     batches = list(validation_batches(setup.validation_rows, 8, None, setup.mesh))
@@ -113,7 +116,41 @@ def test_sources_point_at_earlier_occurrences_of_the_target(measured):
             assert j <= t
             assert tokens[b, j] == targets[b, t]
             assert segments[b, j] == segments[b, t]
-            assert report.responsibility[b, t] > 0
+            # Without a gate, a score may also lower a token's probability.
+            assert report.responsibility[b, t] > 0 or setup.config.model.copy_head.gate == "context_logits"
         else:
             assert report.responsibility[b, t] == 0
     assert (source >= 0).any() == (setup.config.model.copy_head is not None)
+
+
+def test_the_copy_heads_own_choice_is_its_most_probable_token(measured):
+    """All occurrences of a token together, by a search through the candidates."""
+    setup, params, batches, _ = measured
+    batch = jax.tree.map(np.asarray, batches[0])
+    report = jax.jit(lambda b: token_report(setup.definition, params, b))(batches[0])
+    outputs = jax.jit(lambda b: setup.definition.bind(params)(*b))(
+        (batch.tokens, batch.segment_ids, batch.positions, batch.copyable)
+    )
+    if outputs.pointer is None:
+        assert not np.asarray(report.copy_correct).any()
+        return
+    copy = jax.tree.map(np.asarray, copy_distribution(outputs.logits, outputs.pointer))
+    for b, t in np.ndindex(batch.tokens.shape):
+        mass = {}
+        for j in np.flatnonzero(copy.valid[b, t]):
+            token = int(batch.tokens[b, j])
+            mass[token] = mass.get(token, 0.0) + float(np.exp(copy.log_prob[b, t, j], dtype=np.float64))
+        best = sorted(mass.values())[-2:]
+        if len(best) == 2 and best[1] - best[0] < 1e-6:
+            continue  # a tie of rounding may fall to either side
+        choice = max(mass, key=mass.get) if mass else None
+        assert report.copy_correct[b, t] == (choice == batch.targets[b, t])
+
+
+def test_the_report_does_not_depend_on_how_positions_are_cut(measured, monkeypatch):
+    setup, params, batches, _ = measured
+    whole = jax.jit(lambda b: token_report(setup.definition, params, b))(batches[0])
+    monkeypatch.setattr("cplm_jax.evaluation.copying.positions_at_a_time", lambda *_: 9)
+    cut = jax.jit(lambda b: token_report(setup.definition, params, b))(batches[0])
+    for name, value in whole._asdict().items():
+        np.testing.assert_allclose(getattr(cut, name), value, rtol=1e-5, atol=1e-5, err_msg=name)
