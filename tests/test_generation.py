@@ -19,8 +19,8 @@ from tests.tiny import tiny_config
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    # `both`, so that BOS would be a candidate if control tokens were.
-    flags = ("--optimizer.learning_rate", "1e-2", "--model.copy_head.alignment", "both")
+    # `containing`, so that BOS would be a candidate if control tokens were.
+    flags = ("--optimizer.learning_rate", "1e-2", "--model.copy_head.alignment", "containing")
     config = tiny_config(tmp_path_factory.mktemp("generation"), *flags)
     train(config)
     return load_model(config.run_dir)
