@@ -212,8 +212,8 @@ def test_accumulated_gradients_equal_the_full_batchs(tmp_path, every):
     mask[:, : 12 // every, 3:] = False
     batch = batch._replace(loss_mask=mask)
     params = setup.definition.init(jax.random.key(0))
-    whole = jax.jit(lambda p, b: batch_gradients(setup.definition, p, b, None))(params, batch)
+    whole = jax.jit(lambda p, b: batch_gradients(setup.definition, config.train, p, b, None))(params, batch)
     cut = jax.tree.map(lambda x: np.asarray(x).reshape(4, 3, -1), batch)
-    parts = jax.jit(lambda p, b: batch_gradients(setup.definition, p, b, None))(params, cut)
+    parts = jax.jit(lambda p, b: batch_gradients(setup.definition, config.train, p, b, None))(params, cut)
     assert int(whole[2]) == int(parts[2]) == mask.sum()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), whole, parts)
