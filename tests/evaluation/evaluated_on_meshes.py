@@ -1,22 +1,12 @@
 """Prints, as JSON, what a model loaded onto meshes of two fake devices says.
 
-A program of its own, because the number of devices is fixed when JAX starts:
+Started by :func:`tests.fake_devices.run_on_devices` as
 ``python -m tests.evaluation.evaluated_on_meshes FOLDER``, where FOLDER is new.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
-
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=2 --xla_cpu_collective_timeout_seconds=600 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-)
-os.environ["JAX_PLATFORMS"] = "cpu"
-# A program of several CPU devices that comes from the compilation cache may start its collectives in
-# another order on each, and wait for ever.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 from cplm_jax.config import MeshConfig
 from cplm_jax.errors import UserError

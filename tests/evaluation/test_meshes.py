@@ -1,17 +1,12 @@
 """A model loaded onto a mesh evaluates and generates as on one device, or says why it cannot."""
 
-import json
-import subprocess
-import sys
-
 import numpy as np
+
+from tests.fake_devices import run_on_devices
 
 
 def test_every_mesh_says_what_one_device_says(tmp_path):
-    command = [sys.executable, "-m", "tests.evaluation.evaluated_on_meshes", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = run_on_devices(2, "tests.evaluation.evaluated_on_meshes", tmp_path)
     message = results.pop("odd")
     assert "model.vocabulary_size = 333" in message
     assert "mesh.tensor = 2" in message

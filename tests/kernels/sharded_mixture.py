@@ -1,20 +1,10 @@
 """Prints, as JSON, how far both paths of the mixture on meshes of 8 fake devices are from the reference.
 
-A program of its own, because the number of devices is fixed when JAX starts:
+Started by :func:`tests.fake_devices.run_on_devices` as
 ``python -m tests.kernels.sharded_mixture``.
 """
 
 import json
-import os
-
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_cpu_collective_timeout_seconds=600 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-)
-os.environ["JAX_PLATFORMS"] = "cpu"
-# A program of several CPU devices that comes from the compilation cache may start its collectives in
-# another order on each, and wait for ever.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
 import jax.numpy as jnp

@@ -1,26 +1,15 @@
 """Prints, as JSON, the losses of 20 steps on meshes of 8 fake devices.
 
-A program of its own, because the number of devices is fixed when JAX starts:
+Started by :func:`tests.fake_devices.run_on_devices` as
 ``python -m tests.training.sharded_losses FOLDER all|single [flags]``. With ``all`` it also saves
 the state of one mesh and restores it onto another.
 """
 
 import contextlib
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
-
-# Eight devices on two busy cores may take long to meet in a collective, which XLA takes for a deadlock.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_cpu_collective_timeout_seconds=600 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-)
-os.environ["JAX_PLATFORMS"] = "cpu"
-# A program of several CPU devices that comes from the compilation cache may start its collectives in
-# another order on each, and wait for ever.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
 import numpy as np

@@ -1,11 +1,9 @@
 """Every mesh gives the single device's losses; so does gradient accumulation."""
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+
+from tests.fake_devices import run_on_devices
 
 BATCH = ("--train.batch_size", "32")
 # Every option of the copy head that has parameters or a path of its own.
@@ -29,11 +27,7 @@ def folder(tmp_path_factory):
 
 
 def run(folder, which, flags):
-    command = [sys.executable, "-m", "tests.training.sharded_losses", str(folder), which, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "rematerialization" not in done.stderr, done.stderr  # XLA gave up on splitting something
-    return json.loads(done.stdout)
+    return run_on_devices(8, "tests.training.sharded_losses", folder, which, *flags)
 
 
 @pytest.mark.parametrize("case", CASES)
