@@ -156,7 +156,7 @@ def target_terms(
       chunk: tokens whose logits exist at a time on a device; ``None`` chooses.
     """
     chex.assert_equal_shape_prefix([hidden, targets], 2)
-    if pointer is not None and pointer.gate in ("context_logits", "context_logits_sum"):
+    if pointer is not None and not pointer.gated:
         return _context_terms(hidden, matrix, targets, pointer, chunk)
     lm = lm_terms(hidden, matrix, targets, chunk)
     log_lm, lm_log_total = lm.target - lm.rest, lm.peak + lm.rest
@@ -248,7 +248,7 @@ def log_distribution(
     if pointer is None:
         return _log_softmax(logits)
     chex.assert_equal_shape_prefix([logits, pointer.query], 2)
-    if pointer.gate in ("context_logits", "context_logits_sum"):
+    if not pointer.gated:
         return context_log_softmax(logits, pointer, index, method)[0]
     copy = copy_distribution(logits, pointer, index)
     log_copy = logsumexp_by_token(

@@ -71,6 +71,11 @@ class Pointer:
     gate: Gate
     block: int | None = None
 
+    @property
+    def gated(self) -> bool:
+        """Whether a gate mixes the heads; if not, copy scores are added to the logits."""
+        return self.gate not in ("context_logits", "context_logits_sum")
+
     def valid(
         self, index: Int[Array, "batch length"] | None = None
     ) -> Bool[Array, "batch length candidates"]:
