@@ -1,6 +1,8 @@
 """The two ways a command can fail, and the exit statuses that go with them."""
 
 import difflib
+import os
+import re
 from collections.abc import Iterable
 
 USER_ERROR_STATUS = 2
@@ -23,12 +25,19 @@ class MachineError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of what a library's error says about its innermost cause, shortened."""
+    """Returns the first line of what a library's error says about its innermost cause, shortened.
+
+    TensorStore names the system's error by its number, anywhere in a line of a thousand characters or
+    more; its text then comes first.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in str(error).splitlines() if line.strip()]
     line = lines[0] if lines else type(error).__name__
-    return line if len(line) <= 300 else f"{line[:100]} ... {line[-195:]}"
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    if len(line) > 300:
+        line = f"{line[:100]} ... {line[-195:]}"
+    return f"{os.strerror(int(number[1]))}: {line}" if number else line
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
