@@ -353,11 +353,12 @@ def measure(run: Run) -> Row:
     config, train, details = setup.config, setup.config.train, setup.details()
     trainer = Trainer(config, setup.definition, setup.mesh)
     batches = TrainingBatches(
-        setup.train_rows, train.batch_size, train.accumulation, train.steps, setup.mesh, config.data.prefetch
+        setup.train_rows, train.batch_size, train.accumulation, train.steps, setup.mesh, config.data
     )
     state, train_step = trainer.init(), trainer.compile_step()
     tokens, began = 0, time.perf_counter()
-    with contextlib.closing(ProgressBar(str(run), 0, train.steps, leader=True)) as bar:
+    bar = ProgressBar(str(run), 0, train.steps, leader=True)
+    with contextlib.closing(bar), contextlib.closing(batches):
         for _ in range(train.steps):
             state, metrics = train_step(state, next(batches))
             tokens += int(metrics.tokens)

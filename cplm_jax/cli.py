@@ -1,6 +1,5 @@
 """The ``cplm`` command."""
 
-import argparse
 import io
 import json
 import os
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from cplm_jax.config import check_path
+from cplm_jax.command_line import CommandParser, path_word
 from cplm_jax.config_loading import help_text, load_config, to_yaml
 from cplm_jax.errors import MACHINE_ERROR_STATUS, USER_ERROR_STATUS, MachineError, UserError, nearest
 
@@ -74,43 +73,18 @@ def quickstart_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _path(word: str) -> str:
-    try:
-        return check_path(word)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(f"{word!r}: {e}") from e
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports mistakes as :class:`UserError`, with the nearest option."""
-
-    def __init__(self, name: str, description: str):
-        super().__init__(prog=f"cplm {name}", description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        """Raises :class:`UserError`, where argparse would print its usage and exit."""
-        raise UserError(f"{self.prog}: {message} (--help lists every option)")
-
-    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parses all arguments. Raises :class:`UserError` for one that does not exist."""
-        known = [option for action in self._actions for option in action.option_strings]
-        for word in arguments:
-            option = word.partition("=")[0]
-            if option.startswith("--") and option not in known:
-                self.error(f"unknown option {option!r}{nearest(option, known)}")
-        return self.parse_args(list(arguments))
-
-
 def eval_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm eval``: measures a trained model on its held-out text."""
-    parser = _Parser("eval", "Measures a trained model on the held-out text of its run.")
+    parser = CommandParser("eval", "Measures a trained model on the held-out text of its run.")
     parser.add_argument(
-        "--checkpoint", type=_path, required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
+        "--checkpoint", type=path_word, required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
     )
     parser.add_argument(
         "--suites", default="validation,copying", help="comma-separated (default: %(default)s)"
     )
-    parser.add_argument("--output", type=_path, metavar="FILE.json", help="also write the figures as JSON")
+    parser.add_argument(
+        "--output", type=path_word, metavar="FILE.json", help="also write the figures as JSON"
+    )
     options = parser.parse(arguments)
     from cplm_jax.evaluation.suites import check_suites, evaluate, table
     from cplm_jax.loading import load_model
@@ -127,16 +101,16 @@ def eval_command(arguments: Sequence[str]) -> int:
 
 def compare_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm compare``: reports on two runs side by side."""
-    parser = _Parser(
+    parser = CommandParser(
         "compare", "Compares two finished runs that saw the same batches, and writes a report on them."
     )
-    parser.add_argument("run_a", type=_path, metavar="RUN_A", help="run directory")
+    parser.add_argument("run_a", type=path_word, metavar="RUN_A", help="run directory")
     parser.add_argument(
-        "run_b", type=_path, metavar="RUN_B", help="another; a baseline may come first or last"
+        "run_b", type=path_word, metavar="RUN_B", help="another; a baseline may come first or last"
     )
     parser.add_argument(
         "--output",
-        type=_path,
+        type=path_word,
         metavar="DIR",
         help="folder for report.html, .md, .json and PNG files (default: the folder of both runs)",
     )
@@ -154,9 +128,9 @@ def compare_command(arguments: Sequence[str]) -> int:
 
 def generate_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm generate``: continues a prompt."""
-    parser = _Parser("generate", "Continues a prompt, and prints prompt and continuation.")
+    parser = CommandParser("generate", "Continues a prompt, and prints prompt and continuation.")
     parser.add_argument(
-        "--checkpoint", type=_path, required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
+        "--checkpoint", type=path_word, required=True, metavar="RUN_OR_EXPORT", help="run directory or export"
     )
     parser.add_argument(
         "--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input"
@@ -195,10 +169,10 @@ def _prompt(option: str) -> str:
 
 def export_command(arguments: Sequence[str]) -> int:
     """Runs ``cplm export``: writes a model without its training state."""
-    parser = _Parser("export", "Writes a trained model without its training state.")
-    parser.add_argument("--checkpoint", type=_path, required=True, metavar="RUN", help="run directory")
+    parser = CommandParser("export", "Writes a trained model without its training state.")
+    parser.add_argument("--checkpoint", type=path_word, required=True, metavar="RUN", help="run directory")
     parser.add_argument("--format", choices=("orbax",), default="orbax", help="(default: %(default)s)")
-    parser.add_argument("--output", type=_path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--output", type=path_word, required=True, metavar="DIR", help="folder to make")
     options = parser.parse(arguments)
     from cplm_jax.interop.export import export_orbax
     from cplm_jax.loading import load_model
@@ -207,6 +181,20 @@ def export_command(arguments: Sequence[str]) -> int:
         raise UserError(f"--output {options.output}: it exists already; choose another folder")
     print(export_orbax(load_model(options.checkpoint), options.output))
     return 0
+
+
+def prepare_command(arguments: Sequence[str]) -> int:
+    """Runs ``cplm prepare``: tokenises documents into shards."""
+    from cplm_jax.data.commands import prepare_command
+
+    return prepare_command(arguments)
+
+
+def tokenizer_command(arguments: Sequence[str]) -> int:
+    """Runs ``cplm tokenizer``: trains or inspects a tokenizer."""
+    from cplm_jax.data.commands import tokenizer_command
+
+    return tokenizer_command(arguments)
 
 
 def check_output_file(path: str) -> None:
@@ -232,6 +220,8 @@ def write_output_file(path: str, text: str) -> None:
 
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (train_command, "train a model, or go on with a run"),
+    "prepare": (prepare_command, "tokenise documents into shards to train on"),
+    "tokenizer": (tokenizer_command, "train or inspect a tokenizer"),
     "quickstart": (quickstart_command, "train a CPLM and its baseline, and compare them"),
     "eval": (eval_command, "measure a trained model on its held-out text"),
     "compare": (compare_command, "report on two runs side by side"),

@@ -137,31 +137,43 @@ class ModelConfig:
 class DataConfig:
     """The corpus, its tokenizer and how documents are packed."""
 
+    prepared: Paths = field(default_factory=list)
+    """Folders that `cplm prepare` made, the sources to train on, all with one tokenizer; what they hold
+    out is held out. In place of `paths` and the tokenizer."""
+    weights: list[Annotated[Number, Field(gt=0)]] = field(default_factory=list)
+    """Share of the training rows that each folder of `prepared` gives; they need not add up to 1. Empty
+    takes each in proportion to its tokens, so that their epochs end together."""
     paths: Paths = field(default_factory=list)
-    """Documents to train on: files, folders or globs. A `.jsonl` file holds a document a line,
-    any other file is one document of UTF-8 text. `python:stdlib` stands for the source of the
-    running Python's standard library, without its tests."""
+    """Documents to train on, if not `prepared`: files, folders, globs or URLs that fit on this disk. A
+    `.jsonl` file holds a document a line, `.parquet` and `.arrow` files a document a row, any other file
+    is one document of UTF-8 text; `.gz` and `.zst` are decompressed. `python:stdlib` stands for the
+    source of the running Python's standard library, without its tests."""
     validation_paths: Paths = field(default_factory=list)
     """Held-out documents; if empty, `validation_fraction` of `paths` is held out."""
     validation_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.1
-    """Share of documents held out by a hash of their identifier, which never moves a document
-    from one side to the other. Not used with `validation_paths`."""
+    """Share of the documents of `paths` held out by a hash of their text, so that equal documents are on
+    one side, and stay there. Not used with `validation_paths`."""
     text_field: str = "text"
-    """Field of a JSONL record that holds the text."""
-    id_field: str | None = None
-    """Field of a JSONL record that identifies the document; null uses file name and line."""
+    """Field of a JSONL record, or column of a table, that holds the text."""
     tokenizer: PathText | None = None
-    """A sentencepiece model; null trains a BPE model on the training documents."""
+    """A sentencepiece model or a Hugging Face `tokenizer.json`; null trains a BPE model on the training
+    documents, or takes that of `prepared`."""
     tokenizer_vocabulary_size: Annotated[int, Field(ge=300, lt=2**31)] = 4096
     """Pieces of the tokenizer that is trained when `tokenizer` is null."""
     tokenizer_sample_bytes: Annotated[int, Field(gt=0, lt=2**63)] = 100_000_000
     """Bytes of training text, from the start of the corpus, that a tokenizer is trained on."""
     sequence_length: Annotated[int, Field(ge=2, lt=2**31)] = 256
     """Length T of a packed row, in tokens."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """How training documents are laid into rows: `concatenate` end to end, cut every T tokens, without
+    padding; `best_fit` whole where they fit, with a little padding."""
     cache_dir: PathText = "~/.cache/cplm_jax"
     """Folder for trained tokenizers and tokenised documents, keyed by content."""
     prefetch: NonNegative = 4
     """Batches prepared ahead of the training step; 0 prepares each when it is asked for."""
+    workers: NonNegative = 0
+    """Processes that prepare batches; 0 leaves it to threads of the training process, which is enough for
+    some million tokens/s. Does not change the batches."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -296,7 +308,9 @@ FREE_TO_CHANGE = (
     "evaluation.batch_size",
     "data.cache_dir",
     "data.prefetch",
-    "data.paths",  # the documents themselves are compared, by content
+    "data.workers",
+    "data.prepared",  # the documents themselves are compared, by content
+    "data.paths",
     "data.validation_paths",
     "data.tokenizer",  # likewise: the tokenizer itself is compared
 )

@@ -1,6 +1,6 @@
 """Checks of fields that are each valid but may not fit together."""
 
-from cplm_jax.config import Config
+from cplm_jax.config import Config, DataConfig
 from cplm_jax.errors import UserError
 
 
@@ -44,7 +44,8 @@ def check_combinations(config: Config) -> None:
             f"model.copy_head.key_layer = {head.key_layer} must be below model.layers = {model.layers}; "
             "lower it, or set it to null for the last states"
         )
-    if not data.validation_paths and data.validation_fraction == 0:
+    _check_data(data)
+    if not data.prepared and not data.validation_paths and data.validation_fraction == 0:
         raise UserError(
             "nothing is held out for validation: set data.validation_paths, or "
             "data.validation_fraction above 0"
@@ -60,6 +61,20 @@ def check_combinations(config: Config) -> None:
             f"optimizer.warmup_steps = {config.optimizer.warmup_steps} and the {decay} steps of decay "
             f"(optimizer.decay_fraction = {config.optimizer.decay_fraction}) overlap in train.steps = "
             f"{train.steps}; lower one of them"
+        )
+
+
+def _check_data(data: DataConfig) -> None:
+    raw = [name for name in ("paths", "validation_paths", "tokenizer") if getattr(data, name)]
+    if data.prepared and raw:
+        raise UserError(
+            f"data.prepared and data.{raw[0]} are both set; prepared folders bring documents, held-out ones "
+            "and the tokenizer, so leave one of the two out"
+        )
+    if data.weights and len(data.weights) != len(data.prepared):
+        raise UserError(
+            f"data.weights has {len(data.weights)} numbers for {len(data.prepared)} folders of "
+            "data.prepared; give one for each, or none"
         )
 
 

@@ -1,4 +1,4 @@
-"""Tokenised documents on disk, made once per corpus and tokenizer, and found again by content."""
+"""The documents of a run: prepared folders, or raw files that are prepared once and found again."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,34 +14,73 @@ from typing import Any
 import numpy as np
 
 from cplm_jax.config import DataConfig
-from cplm_jax.data.sources import Document, SourceFile, is_held_out, list_files, read_documents
+from cplm_jax.data.files import SourceFile, list_files
+from cplm_jax.data.formats import Document, Piece, Reading, read_piece
+from cplm_jax.data.preparation.plan import Settings
+from cplm_jax.data.preparation.prepare import prepare
+from cplm_jax.data.preparation.units import is_held_out, text_digest
+from cplm_jax.data.shards import Documents, Span, read_manifest
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from cplm_jax.errors import MachineError, UserError
 
-_FORMAT = 2  # raise when the files below or the way text becomes tokens change
+_FORMAT = 3  # raise when what is cached, or the way text becomes tokens, changes
 _CHECKSUMS = "checksums.json"
+_SHARD_TOKENS = 64_000_000
+_READING = Reading("text", 2**30, "data.text_field", "cplm prepare --max_document_bytes", skip_empty=True)
 
 
 @dataclass(frozen=True)
-class TokenStore:
-    """Documents as token ids without BOS and EOS, memory-mapped.
+class Source:
+    """Training documents that are mixed with others in a ratio.
 
     Attributes:
-      tokens: ids of all documents, one after the other; uint16 or uint32.
-      offsets: int64 of shape (documents + 1,); document i is tokens[offsets[i]:offsets[i + 1]].
-      ids: identifier of each document.
+      name: what to call them.
+      documents: the documents.
+      weight: share of rows, relative to the other sources'.
+    """
+
+    name: str
+    documents: Documents
+    weight: float
+
+
+class HeldOut:
+    """The held-out documents of all sources, one after the other.
+
+    Attributes:
+      lengths: tokens of each document, without BOS and EOS.
+      tokens: their sum.
       bytes: bytes of text.
     """
 
-    tokens: np.ndarray
-    offsets: np.ndarray
-    ids: list[str]
-    bytes: int
+    def __init__(self, parts: Sequence[Documents]):
+        self._parts = list(parts)
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.lengths: np.ndarray = np.concatenate([np.asarray(part.lengths) for part in parts])
+        self.tokens = sum(part.tokens for part in parts)
+        self.bytes = sum(part.bytes for part in parts)
 
-    @property
-    def documents(self) -> int:
-        """Number of documents."""
-        return len(self.offsets) - 1
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def _locate(self, document: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self._ends, document, side="right"))
+        return part, document - int(self._ends[part]) + len(self._parts[part])
+
+    def label(self, document: int) -> str:
+        """Returns what to call a document in a report."""
+        part, number = self._locate(document)
+        return self._parts[part].label(number)
+
+    def read(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        """Returns the token ids of parts of documents. Raises :class:`UserError` as Documents does."""
+        if len(self._parts) == 1:
+            return self._parts[0].read(spans)
+        found = []
+        for document, start, stop in spans:
+            part, number = self._locate(document)
+            found += self._parts[part].read([Span(number, start, stop)])
+        return found
 
 
 @dataclass(frozen=True)
@@ -49,83 +88,163 @@ class Corpus:
     """A tokenizer and the documents it has split.
 
     Attributes:
-      fingerprint: hash of every document's identifier and text and of the split; equal
-        fingerprints mean equal training and held-out documents in equal order.
+      tokenizer: the tokenizer.
+      sources: documents to train on, to be mixed.
+      validation: held-out documents.
+      fingerprint: hash of all of these; equal fingerprints mean equal documents in equal order.
     """
 
     tokenizer: Tokenizer
-    train: TokenStore
-    validation: TokenStore
+    sources: tuple[Source, ...]
+    validation: HeldOut
     fingerprint: str
 
 
 def load_corpus(config: DataConfig, report: Callable[[str], None] = lambda _: None) -> Corpus:
-    """Reads, splits and tokenises the documents of a configuration, or finds them in the cache.
+    """Opens prepared folders; or reads raw documents and prepares them, or finds them in the cache.
 
     Args:
-      config: paths, split, tokenizer and cache.
+      config: sources and weights; or paths, split, tokenizer and cache.
       report: called with a line of progress now and then.
 
     Raises:
       UserError: for anything wrong with the documents or the tokenizer (see
-        :mod:`cplm_jax.data.sources`), and if either side of the split is empty.
+        :mod:`cplm_jax.data.formats`), and if either side of the split is empty.
     """
+    if config.prepared:
+        return _join([(Path(p).expanduser(), p) for p in config.prepared], config.weights)
     files = list_files(config.paths, "data.paths")
     held_out_files = (
-        list_files(config.validation_paths, "data.validation_paths") if config.validation_paths else None
+        list_files(config.validation_paths, "data.validation_paths") if config.validation_paths else []
     )
-    both = {f.path.resolve() for f in files} & {f.path.resolve() for f in held_out_files or ()}
+    both = {os.path.realpath(f.path) for f in files} & {os.path.realpath(f.path) for f in held_out_files}
     if both:
         raise UserError(
             f"{min(both)} is in data.paths and in data.validation_paths; held-out text must not train, so "
             "take it out of one of them"
         )
-
-    def side(validation: bool) -> Iterator[Document]:
-        return _split(files, held_out_files, config, validation)
-
-    fingerprint = _fingerprint(side)
+    fraction = 0.0 if held_out_files else config.validation_fraction
+    reading = _READING._replace(text_field=config.text_field)
     cache = Path(config.cache_dir).expanduser()
+    text = _text_fingerprint(files, reading, fraction)
     if config.tokenizer is not None:
         tokenizer = Tokenizer.load(config.tokenizer, "data.tokenizer")
     else:
-        tokenizer = _cached_tokenizer(
-            cache, fingerprint, config, lambda: (d.text for d in side(False)), report
-        )
-    key = _digest([_FORMAT, fingerprint, tokenizer.sha256])
-    folder = _made_once(cache / "tokens" / key, lambda target: _tokenise(target, side, tokenizer, report))
-    return Corpus(tokenizer, _open(folder / "train"), _open(folder / "validation"), fingerprint)
+        training = (d.text for d in _documents(files, reading) if not _held_out(d, fraction))
+        tokenizer = _cached_tokenizer(cache, text, config, lambda: training, report)
+
+    def prepared(files: list[SourceFile], text: str, fraction: float) -> Path:
+        def make(target: Path) -> None:
+            settings = Settings(reading, fraction, deduplicate=False, shard_tokens=_SHARD_TOKENS)
+            manifest = prepare(files, tokenizer, target, settings, quiet=True)
+            for side in ("train", "validation"):
+                part = manifest[side]
+                if part["documents"]:
+                    report(
+                        f"tokenised {part['documents']:,} {side} documents: {part['tokens']:,} tokens, "
+                        f"{part['bytes']:,} bytes"
+                    )
+
+        return _made_once(cache / "tokens" / _digest([_FORMAT, text, tokenizer.sha256]), make)
+
+    folder = prepared(files, text, fraction)
+    if not held_out_files:
+        return _join([(folder, "data.paths")], [])
+    held_out = prepared(held_out_files, _text_fingerprint(held_out_files, reading, 0.0, "held-out"), 0.0)
+    return _join([(folder, "data.paths")], [], held_out)
 
 
-def _split(
-    files: list[SourceFile], held_out_files: list[SourceFile] | None, config: DataConfig, validation: bool
-) -> Iterator[Document]:
-    if held_out_files is not None:
-        return read_documents(held_out_files if validation else files, config)
-    documents = read_documents(files, config)
-    return (d for d in documents if is_held_out(d.id, config.validation_fraction) == validation)
-
-
-def _fingerprint(side: Callable[[bool], Iterator[Document]]) -> str:
-    digest = hashlib.sha256()
-    for validation in (False, True):
-        count = 0
-        for document in side(validation):
-            for part in (document.id, document.text):
-                encoded = part.encode("utf-8", "surrogatepass")
-                digest.update(len(encoded).to_bytes(8, "big") + encoded)
-            count += 1
-        if count == 0:
-            what = "held-out" if validation else "training"
+def _join(
+    folders: Sequence[tuple[Path, str]], weights: Sequence[float], held_out: Path | None = None
+) -> Corpus:
+    """Opens prepared folders as one corpus; ``held_out``, if given, brings the held-out documents."""
+    manifests = [read_manifest(folder) for folder, _ in folders]
+    tokenizers = [manifest["tokenizer"]["sha256"] for manifest in manifests]
+    for (folder, _), sha256 in zip(folders, tokenizers, strict=True):
+        if sha256 != tokenizers[0]:
             raise UserError(
-                f"the corpus has no {what} document with text; add documents to data.paths"
-                + (
-                    ", or set data.validation_paths or a larger data.validation_fraction"
-                    if validation
-                    else " (data.validation_fraction may have taken them all)"
-                )
+                f"data.prepared: {folder} was prepared with another tokenizer (sha256 {sha256[:12]}) than "
+                f"{folders[0][0]} ({tokenizers[0][:12]}); prepare one of them with the other's tokenizer"
             )
-        digest.update(b"|")
+    short = [Path(name).name for _, name in folders]
+    names = [s if short.count(s) == 1 else name for s, (_, name) in zip(short, folders, strict=True)]
+    first, described = folders[0][0], manifests[0]["tokenizer"]
+    tokenizer = Tokenizer.load(first / described["file"], "data.prepared:")
+    if tokenizer.sha256 != described["sha256"]:
+        raise UserError(
+            f"{first / described['file']}: not the tokenizer of the manifest; restore the file, or prepare "
+            "the folder again"
+        )
+    train = [
+        Documents(folder, "train", manifest) for (folder, _), manifest in zip(folders, manifests, strict=True)
+    ]
+    if held_out is None:
+        validation = [
+            Documents(folder, "validation", manifest)
+            for (folder, _), manifest in zip(folders, manifests, strict=True)
+        ]
+        sides = [manifest[side] for manifest in manifests for side in ("train", "validation")]
+    else:
+        manifest = read_manifest(held_out)
+        validation = [Documents(held_out, "train", manifest)]
+        sides = [manifests[0]["train"], manifest["train"]]
+    if not any(map(len, validation)):
+        raise UserError(
+            "the corpus has no held-out document; "
+            + (
+                "set data.validation_paths or a larger data.validation_fraction"
+                if folders[0][1] == "data.paths"
+                else "prepare one of data.prepared with a larger --validation_fraction"
+            )
+        )
+    return Corpus(
+        tokenizer,
+        tuple(
+            Source(name, documents, weight)
+            for name, documents, weight in zip(
+                names, train, weights or [d.tokens + len(d) for d in train], strict=True
+            )
+        ),
+        HeldOut([part for part in validation if len(part)]),
+        _digest([tokenizers[0], *([s["lengths_sha256"], [x["sha256"] for x in s["shards"]]] for s in sides)]),
+    )
+
+
+def _documents(files: Sequence[SourceFile], reading: Reading) -> Iterator[Document]:
+    for file in files:
+        for record in read_piece(Piece(file, 0, None), reading):
+            if not isinstance(record, Document):
+                raise UserError(record.message)
+            yield record
+
+
+def _held_out(document: Document, fraction: float) -> bool:
+    return is_held_out(text_digest(document.data), fraction)
+
+
+def _text_fingerprint(
+    files: Sequence[SourceFile], reading: Reading, fraction: float, what: str = "training"
+) -> str:
+    """Returns a hash of the text of all documents, their order and their split.
+
+    Raises:
+      UserError: if a document is bad, or a side of the split is empty.
+    """
+    digest = hashlib.sha256(repr(fraction).encode())
+    counts = [0, 0]
+    for document in _documents(files, reading):
+        digest.update(len(document.data).to_bytes(8, "big") + document.data)
+        counts[_held_out(document, fraction)] += 1
+    if counts[0] == 0 or (fraction and counts[1] == 0):
+        what = what if counts[0] == 0 else "held-out"
+        raise UserError(
+            f"the corpus has no {what} document with text; add documents to data.paths"
+            + (
+                ", or set data.validation_paths or a larger data.validation_fraction"
+                if what == "held-out"
+                else " (data.validation_fraction may have taken them all)"
+            )
+        )
     return digest.hexdigest()
 
 
@@ -202,36 +321,3 @@ def _check_unchanged(folder: Path) -> None:
             f"data.cache_dir: {folder} is damaged, its files are not what was written; delete that folder, "
             "and it will be made anew"
         )
-
-
-def _tokenise(
-    target: Path,
-    side: Callable[[bool], Iterator[Document]],
-    tokenizer: Tokenizer,
-    report: Callable[[str], None],
-) -> None:
-    dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
-    for name, validation in (("train", False), ("validation", True)):
-        folder = target / name
-        folder.mkdir()
-        offsets, ids, text_bytes = [0], [], 0
-        with open(folder / "tokens.bin", "wb") as out:
-            for document in side(validation):
-                tokens = np.asarray(tokenizer.encode(document.text), dtype)
-                out.write(tokens.tobytes())
-                offsets.append(offsets[-1] + len(tokens))
-                ids.append(document.id)
-                text_bytes += len(document.text.encode("utf-8"))
-        np.save(folder / "offsets.npy", np.asarray(offsets, np.int64))
-        meta = {"dtype": np.dtype(dtype).name, "bytes": text_bytes, "ids": ids}
-        (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        report(f"tokenised {len(ids):,} {name} documents: {offsets[-1]:,} tokens, {text_bytes:,} bytes")
-
-
-def _open(folder: Path) -> TokenStore:
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    offsets = np.load(folder / "offsets.npy")
-    tokens: np.ndarray = np.zeros(0, meta["dtype"])
-    if offsets[-1]:  # an empty file cannot be mapped
-        tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
-    return TokenStore(tokens, offsets, meta["ids"], meta["bytes"])

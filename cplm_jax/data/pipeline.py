@@ -1,16 +1,22 @@
 """Grain pipelines: global batches for training and validation, placed on a mesh."""
 
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import absl.flags
 import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Int
 
-from cplm_jax.data.packing import PackedRows, Row
+from cplm_jax.config import Config, DataConfig
+from cplm_jax.data.corpus import Corpus
+from cplm_jax.data.mixing import MixedRows
+from cplm_jax.data.packing import PackedRows, Rows
+from cplm_jax.errors import UserError
 from cplm_jax.sharding import named_sharding
 
 
@@ -30,25 +36,56 @@ class Batch(NamedTuple):
     """Whether the target belongs to the same document and counts."""
 
 
-class _LocalRows(grain.sources.RandomAccessDataSource):
-    """The rows of a stream of global batches that this process holds, in order.
+def make_rows(corpus: Corpus, config: Config) -> tuple[MixedRows, PackedRows]:
+    """Returns the rows that a run trains on, and those it validates on.
+
+    Held-out rows are always concatenated, so that runs with either packing measure the same.
+
+    Raises:
+      UserError: if a source is shorter than a row, or has too little weight to be seen.
+    """
+    data, tokenizer = config.data, corpus.tokenizer
+    packed = [
+        PackedRows(
+            source.documents, tokenizer, data.sequence_length, config.seed, "training", data.packing, number
+        )
+        for number, source in enumerate(corpus.sources)
+    ]
+    weights = [source.weight for source in corpus.sources]
+    return MixedRows(packed, weights, config.seed), held_out_rows(corpus, config)
+
+
+def held_out_rows(corpus: Corpus, config: Config) -> PackedRows:
+    """Returns the rows that a run validates on: the held-out documents as they are stored, end to end."""
+    return PackedRows(corpus.validation, corpus.tokenizer, config.data.sequence_length, None, "held-out")
+
+
+class _LocalBatches(grain.sources.RandomAccessDataSource):
+    """The rows of a run's global batches that this process holds; element i is batch i.
 
     Args:
-      rows: the packed rows.
+      rows: the rows of the run.
       columns: indices, within one accumulation part, of the rows held here.
+      accumulation: parts of a batch.
       part_rows: rows of one accumulation part, over all processes.
-      total_rows: rows of the whole run, over all processes.
+      steps: batches of the run.
     """
 
-    def __init__(self, rows: PackedRows, columns: list[int], part_rows: int, total_rows: int):
-        self._rows, self._columns, self._part_rows, self._total = rows, columns, part_rows, total_rows
+    def __init__(self, rows: MixedRows, columns: list[int], accumulation: int, part_rows: int, steps: int):
+        self._rows, self._columns, self._steps = rows, columns, steps
+        self._accumulation, self._part_rows = accumulation, part_rows
 
     def __len__(self) -> int:
-        return self._total // self._part_rows * len(self._columns)
+        return self._steps
 
-    def __getitem__(self, index: int) -> Row:
-        part, column = divmod(int(index), len(self._columns))
-        return self._rows.row(part * self._part_rows + self._columns[column])
+    def __getitem__(self, index: Any) -> Rows:
+        first = int(index) * self._accumulation * self._part_rows
+        parts = range(first, first + self._accumulation * self._part_rows, self._part_rows)
+        local = self._rows.rows([part + column for part in parts for column in self._columns])
+        if len(self._rows.sources) > 1:
+            everywhere = range(first, first + self._accumulation * self._part_rows)
+            local["source_tokens"] = self._rows.targets_of(everywhere)
+        return local
 
 
 def local_columns(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[int]:
@@ -61,38 +98,82 @@ def local_columns(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[
 
 
 class TrainingBatches:
-    """An endless, resumable stream of global training batches.
+    """A resumable stream of global training batches.
 
-    Batch i holds rows ``[i * batch_size, (i + 1) * batch_size)`` of ``rows``, whatever the mesh,
-    the processes or the prefetching; the state is the number of batches taken.
+    Batch i holds rows ``[i * batch_size, (i + 1) * batch_size)`` of ``rows``, whatever the mesh, the
+    processes, the workers or the prefetching; the state is the number of batches taken.
 
     Args:
-      rows: the packed rows.
+      rows: the rows of the run.
       batch_size: rows of a global batch.
       accumulation: parts a batch is computed in; divides ``batch_size``.
       steps: number of batches of the whole run.
       mesh: where batches are placed.
-      prefetch: batches prepared ahead; 0 prepares each when asked for.
+      config: ``prefetch`` and ``workers``.
+
+    Attributes:
+      source_tokens: targets that the batches taken had from each source, if there are several.
+      seconds_waited: time that taking batches took, since this object was made.
     """
 
     def __init__(
-        self, rows: PackedRows, batch_size: int, accumulation: int, steps: int, mesh: Mesh, prefetch: int
+        self, rows: MixedRows, batch_size: int, accumulation: int, steps: int, mesh: Mesh, config: DataConfig
     ):
         part_rows = batch_size // accumulation
         self._shape = (accumulation, part_rows, rows.sequence_length)
         self.sharding = named_sharding(mesh, None, "batch", "length")
         self._columns = local_columns(self.sharding, self._shape)
-        source = _LocalRows(rows, self._columns, part_rows, steps * batch_size)
-        options = grain.ReadOptions(num_threads=min(prefetch, 2), prefetch_buffer_size=prefetch)
-        dataset: Any = grain.MapDataset.source(source).batch(accumulation * len(self._columns))
-        self._iterator = iter(dataset.to_iter_dataset(options))
+        self._source = _LocalBatches(rows, self._columns, accumulation, part_rows, steps)
+        self._prefetch, self._workers = config.prefetch, config.workers
+        self.seconds_waited = 0.0
+        self._iterator: Any = None
+        several = len(rows.sources) if len(rows.sources) > 1 else 0
+        self.set_state({"batches": 0, "source_tokens": [0] * several})
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves to a position that :meth:`get_state` returned."""
+        self.close()
+        self._taken = int(state["batches"])
+        self.source_tokens = np.asarray(state["source_tokens"], np.int64)
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position in the stream, as JSON."""
+        return {"batches": self._taken, "source_tokens": self.source_tokens.tolist()}
+
+    def close(self) -> None:
+        """Ends the threads and processes that prepare batches; the next batch starts them again."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+    def _start(self) -> Any:
+        options = grain.ReadOptions(num_threads=min(self._prefetch, 2), prefetch_buffer_size=self._prefetch)
+        # Grain's own position depends on the number of workers, so a stream begins where it is needed.
+        dataset: Any = grain.MapDataset.source(self._source)[self._taken :].to_iter_dataset(options)
+        if self._workers:
+            # Grain reads absl's flags in its workers, which only absl's own main function parses.
+            absl.flags.FLAGS.mark_as_parsed()
+            dataset = dataset.mp_prefetch(
+                grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=max(self._prefetch, 1))
+            )
+        return iter(dataset)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        local = next(self._iterator)
-        return Batch(**{name: self._place(local[name]) for name in Batch._fields})
+        began = time.perf_counter()
+        if self._iterator is None:
+            self._iterator = self._start()
+        try:
+            local = next(self._iterator)
+        except UserError as e:  # Grain adds a remark about tracebacks
+            raise UserError(str(e).partition("\n---")[0]) from e
+        batch = Batch(**{name: self._place(local[name]) for name in Batch._fields})
+        self._taken += 1
+        self.source_tokens = self.source_tokens + local.get("source_tokens", 0)
+        self.seconds_waited += time.perf_counter() - began
+        return batch
 
     def _place(self, local: np.ndarray) -> jax.Array:
         accumulation, _, length = self._shape
@@ -104,14 +185,6 @@ class TrainingBatches:
             return parts[index[0], first[start] : first[start] + stop - start, index[2]]
 
         return jax.make_array_from_callback(self._shape, self.sharding, piece)
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the position in the stream, as JSON."""
-        return dict(self._iterator.get_state())
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Moves to a position that :meth:`get_state` returned."""
-        self._iterator.set_state(state)
 
 
 def validation_batches(rows: PackedRows, batch_size: int, limit: int | None, mesh: Mesh) -> Iterator[Batch]:
@@ -127,17 +200,17 @@ def validation_batches(rows: PackedRows, batch_size: int, limit: int | None, mes
     sharding = named_sharding(mesh, "batch", "length")
     total = rows.rows_per_epoch
     used = total if limit is None else min(limit * batch_size, total)
-    filler = rows.empty()
     for first in range(0, used, batch_size):
 
         @functools.cache  # each array of the batch asks for the same rows
-        def row(i: int, first: int = first) -> Row:
-            return rows.row((first + i) * total // used) if first + i < used else filler
+        def part(start: int, stop: int, first: int = first) -> Rows:
+            numbers = [i * total // used if i < used else None for i in range(first + start, first + stop)]
+            return rows.rows(numbers)
 
-        def place(name: str, row: Any = row) -> jax.Array:
+        def place(name: str, part: Any = part) -> jax.Array:
             def piece(index: Any) -> np.ndarray:
-                here = range(batch_size)[index[0]]
-                return np.stack([row(i)[name] for i in here])[:, index[1]]
+                start, stop, _ = index[0].indices(batch_size)
+                return part(start, stop)[name][:, index[1]]
 
             return jax.make_array_from_callback(shape, sharding, piece)
 

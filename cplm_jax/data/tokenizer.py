@@ -1,4 +1,4 @@
-"""Sentencepiece tokenizers that reproduce every text byte for byte."""
+"""Tokenizers: sentencepiece models that reproduce every text byte for byte, and Hugging Face's."""
 
 import hashlib
 import io
@@ -8,85 +8,69 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
+from cplm_jax.data.huggingface_tokenizer import HuggingFaceBackend
 from cplm_jax.errors import UserError
 
 # Sentencepiece writes a space as this character, so the character itself must be spelt in bytes.
 _SPACE = "\u2581"
 _SPACE_BYTES = _SPACE.encode("utf-8")
 _CHUNK_CHARACTERS = 100_000
+_LONG_CHARACTERS = 1_000_000
 
 
 class Tokenizer:
-    """A sentencepiece model with byte fallback.
+    """A sentencepiece model with byte fallback, or a Hugging Face ``tokenizer.json``.
 
     ``decode(encode(text)) == text`` holds for every text when the model was trained by
-    :func:`train_tokenizer`.
+    :func:`train_tokenizer`; for another, :meth:`is_lossless` tells of a text.
 
     Attributes:
-      proto: the serialised model.
-      sha256: hash of the serialised model.
-      size: number of pieces.
+      proto: the content of the file.
+      sha256: its hash.
+      file_name: what the file is called wherever it is stored.
+      size: number of ids.
       bos_id, eos_id, pad_id: the control tokens.
       control_ids: ids that never stand for text and are never copied.
     """
 
     def __init__(self, proto: bytes, where: str = "tokenizer"):
-        try:
-            # Sentencepiece takes no bytes for no argument, and then answers everything with 0.
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto or b"-")
-            self.size = self._processor.get_piece_size()
-        except RuntimeError as e:
-            raise UserError(
-                f"{where}: not a sentencepiece model, or a damaged one; give a sentencepiece .model file"
-            ) from e
-        p = self._processor
         self.proto = proto
         self.sha256 = hashlib.sha256(proto).hexdigest()
-        self.bos_id, self.eos_id, self.pad_id = p.bos_id(), p.eos_id(), p.pad_id()
-        for name, value in (("BOS", self.bos_id), ("EOS", self.eos_id)):
-            if value < 0:
-                raise UserError(
-                    f"{where}: the model has no {name} token, which separates documents; use another, or "
-                    "null to train one"
-                )
-        if self.pad_id < 0:
-            self.pad_id = self.eos_id  # padding is masked everywhere, so any id serves
-        ids = range(self.size)
-        self.control_ids = tuple(i for i in ids if p.is_control(i) or p.is_unknown(i))
-        byte_pieces = {int(p.id_to_piece(i)[3:5], 16): i for i in ids if p.is_byte(i)}
-        if len(byte_pieces) != 256:
-            raise UserError(
-                f"{where}: the model has no byte fallback, so it cannot spell every text; use one that was "
-                "trained with --byte_fallback, or null to train one"
-            )
-        self._space_ids = [byte_pieces[b] for b in _SPACE_BYTES]
-        self._bytes = [self._piece_bytes(i) for i in ids]
+        backend: SentencepieceBackend | HuggingFaceBackend
+        if proto.lstrip().startswith(b"{"):
+            self.file_name, backend = "tokenizer.json", HuggingFaceBackend(proto, where)
+        else:
+            self.file_name, backend = "tokenizer.model", SentencepieceBackend(proto, where)
+        self._encode = backend.encode
+        self._bytes = backend.piece_bytes
+        self.size, self.bos_id, self.eos_id = backend.size, backend.bos_id, backend.eos_id
+        # Padding is masked everywhere, so any id serves.
+        self.pad_id = backend.eos_id if backend.pad_id < 0 else backend.pad_id
+        self.control_ids = backend.control_ids
 
     @classmethod
     def load(cls, path: str | Path, name: str = "tokenizer") -> "Tokenizer":
-        """Loads a ``.model`` file. Raises :class:`UserError`, with ``name``, if it is missing or not one."""
+        """Loads a file. Raises :class:`UserError`, with ``name``, if it is missing or no tokenizer."""
         try:
             proto = Path(path).expanduser().read_bytes()
         except OSError as e:
             raise UserError(
-                f"{name} {path}: cannot read it: {e.strerror or e}; give a sentencepiece .model file"
+                f"{name} {path}: cannot read it: {e.strerror or e}; give a sentencepiece .model file or a "
+                "tokenizer.json"
             ) from e
         return cls(proto, f"{name} {path}")
 
-    def _piece_bytes(self, i: int) -> bytes:
-        if i in self.control_ids:
-            return b""
-        piece = self._processor.id_to_piece(i)
-        if self._processor.is_byte(i):
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace(_SPACE, " ").encode("utf-8")
-
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of ``text``, without BOS or EOS."""
-        first, *rest = text.split(_SPACE)
-        ids = self._processor.encode(first)
-        for part in rest:
-            ids += self._space_ids + self._processor.encode(part)
+        """Returns the token ids of ``text``, without BOS or EOS.
+
+        A text of several :data:`_LONG_CHARACTERS` is split before a space that follows another character,
+        where no piece of a model that splits at white space crosses, so that memory does not grow with it.
+        """
+        if len(text) <= _LONG_CHARACTERS:
+            return self._encode(text)
+        ids: list[int] = []
+        for part in _parts(text):
+            ids += self._encode(part)
         return ids
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -97,11 +81,85 @@ class Tokenizer:
         """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
+    def is_lossless(self, text: str) -> bool:
+        """Returns whether ``text`` can be had back from its token ids, byte for byte."""
+        return self.decode_bytes(self.encode(text)) == text.encode("utf-8")
+
     def byte_lengths(self, vocabulary_size: int) -> np.ndarray:
         """Returns the bytes of text each id stands for, int32 of shape (vocabulary_size,)."""
         lengths = np.zeros(vocabulary_size, np.int32)
         lengths[: self.size] = [len(b) for b in self._bytes]
         return lengths
+
+
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _LONG_CHARACTERS:
+        stop = start + _LONG_CHARACTERS
+        cut = text.rfind(" ", start + 1, stop)
+        while cut > start and text[cut - 1].isspace():  # a run of white space may be one piece
+            cut = text.rfind(" ", start + 1, cut)
+        stop = cut if cut > start else stop
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+class SentencepieceBackend:
+    """What :class:`Tokenizer` needs of a sentencepiece model.
+
+    Attributes:
+      size, bos_id, eos_id, pad_id, control_ids: as in :class:`Tokenizer`; no padding token is -1.
+      piece_bytes: the bytes that each id stands for.
+
+    Raises:
+      UserError: if it is no model, or one without BOS, EOS or byte fallback.
+    """
+
+    def __init__(self, proto: bytes, where: str):
+        try:
+            # Sentencepiece takes no bytes for no argument, and then answers everything with 0.
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=proto or b"-")
+            self.size = self._processor.get_piece_size()
+        except RuntimeError as e:
+            raise UserError(
+                f"{where}: not a sentencepiece model, or a damaged one; give a sentencepiece .model file or "
+                "a tokenizer.json"
+            ) from e
+        p = self._processor
+        self.bos_id, self.eos_id, self.pad_id = p.bos_id(), p.eos_id(), p.pad_id()
+        for name, value in (("BOS", self.bos_id), ("EOS", self.eos_id)):
+            if value < 0:
+                raise UserError(
+                    f"{where}: the model has no {name} token, which separates documents; use another, or "
+                    "null to train one"
+                )
+        ids = range(self.size)
+        self.control_ids = tuple(i for i in ids if p.is_control(i) or p.is_unknown(i))
+        byte_pieces = {int(p.id_to_piece(i)[3:5], 16): i for i in ids if p.is_byte(i)}
+        if len(byte_pieces) != 256:
+            raise UserError(
+                f"{where}: the model has no byte fallback, so it cannot spell every text; use one that was "
+                "trained with --byte_fallback, or null to train one"
+            )
+        self._space_ids = [byte_pieces[b] for b in _SPACE_BYTES]
+        self.piece_bytes = [self._piece_bytes(i) for i in ids]
+
+    def _piece_bytes(self, i: int) -> bytes:
+        if i in self.control_ids:
+            return b""
+        piece = self._processor.id_to_piece(i)
+        if self._processor.is_byte(i):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(_SPACE, " ").encode("utf-8")
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the token ids of ``text``."""
+        first, *rest = text.split(_SPACE)
+        ids = self._processor.encode(first)
+        for part in rest:
+            ids += self._space_ids + self._processor.encode(part)
+        return ids
 
 
 def _training_texts(texts: Iterable[str], limit: int) -> Iterator[str]:
@@ -115,13 +173,21 @@ def _training_texts(texts: Iterable[str], limit: int) -> Iterator[str]:
             yield chunk
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary_size: int, limit_bytes: int) -> Tokenizer:
-    """Trains a lossless BPE model with byte fallback.
+def train_tokenizer(
+    texts: Iterable[str],
+    vocabulary_size: int,
+    limit_bytes: int,
+    kind: str = "bpe",
+    option: str = "data.tokenizer_vocabulary_size",
+) -> Tokenizer:
+    """Trains a lossless sentencepiece model with byte fallback.
 
     Args:
       texts: training documents.
       vocabulary_size: number of pieces, including 256 bytes and four control tokens.
       limit_bytes: bytes of text after which the rest is not read.
+      kind: ``bpe`` or ``unigram``.
+      option: where the size was set, for messages.
 
     Raises:
       UserError: if the texts are too small for that many pieces.
@@ -131,7 +197,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, limit_bytes: int
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_training_texts(texts, limit_bytes),
             model_writer=out,
-            model_type="bpe",
+            model_type=kind,
             vocab_size=vocabulary_size,
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -149,7 +215,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary_size: int, limit_bytes: int
         )
     except RuntimeError as e:
         raise UserError(
-            f"data.tokenizer_vocabulary_size = {vocabulary_size}: the training text is too small for a "
+            f"{option} = {vocabulary_size}: the training text is too small for a "
             f"tokenizer of that size; lower it or add text (sentencepiece: {_last_line(e)})"
         ) from e
     return Tokenizer(out.getvalue())

@@ -15,8 +15,8 @@ import numpy as np
 from cplm_jax.config import FREE_TO_CHANGE, Config
 from cplm_jax.config_loading import differences, flatten, load_config, to_dict
 from cplm_jax.data.corpus import Corpus
-from cplm_jax.data.packing import PackedRows, Row
-from cplm_jax.data.pipeline import Batch
+from cplm_jax.data.packing import PackedRows, Rows
+from cplm_jax.data.pipeline import Batch, held_out_rows
 from cplm_jax.errors import UserError
 from cplm_jax.evaluation.copying import token_report
 from cplm_jax.evaluation.suites import evaluate, evaluation_corpus
@@ -173,7 +173,7 @@ class _Opened(NamedTuple):
 class _Passage(NamedTuple):
     document: int
     offset: int
-    row: Row  # a document's part in a row, cut to the length of an excerpt
+    row: Rows  # a document's part in a row, cut to the length of an excerpt
     in_context: np.ndarray
     copyable: float
 
@@ -207,7 +207,7 @@ def compare(run_a: Path, run_b: Path, report: Callable[[str], None] = lambda _: 
     assert corpus is not None
     excerpts = [
         Excerpt(
-            document=corpus.validation.ids[p.document],
+            document=corpus.validation.label(p.document),
             offset=p.offset,
             copyable=p.copyable,
             pieces=tuple(corpus.tokenizer.decode_bytes([t]) for t in p.row["tokens"].tolist()),
@@ -342,13 +342,13 @@ def _held_out(config: Config, corpus: Corpus) -> tuple[int, list[_Passage]]:
     The rows are cut into stretches; each gives its first document part, of a document not shown yet,
     of whose targets :data:`COPYABLE_SHARE` occur earlier in it; failing that, the nearest to it.
     """
-    rows = PackedRows(corpus.validation, corpus.tokenizer, config.data.sequence_length, None, "held-out")
+    rows = held_out_rows(corpus, config)
     total, limit = rows.rows_per_epoch, config.evaluation.batches
     used = total if limit is None else min(total, limit * config.evaluation.batch_size)
     measured = np.arange(used) * total // used  # as validation_batches takes them
-    lengths = np.diff(corpus.validation.offsets) + 2  # BOS and EOS
+    lengths = corpus.validation.lengths.astype(np.int64) + 1  # predictions: of each token, and of EOS
     starts = np.cumsum(lengths) - lengths
-    first, last = starts // rows.sequence_length, (starts + lengths - 2) // rows.sequence_length
+    first, last = starts // rows.sequence_length, (starts + lengths - 1) // rows.sequence_length
     read = np.searchsorted(measured, first, "left") < np.searchsorted(measured, last, "right")
     chosen: list[_Passage] = []
     for stretch in np.array_split(measured, EXCERPTS):
@@ -363,7 +363,7 @@ def _held_out(config: Config, corpus: Corpus) -> tuple[int, list[_Passage]]:
 
 
 def _parts(rows: PackedRows, number: int, starts: np.ndarray) -> Iterator[_Passage]:
-    row = rows.row(number)
+    row = {name: values[0] for name, values in rows.rows([number]).items()}
     for segment in np.flatnonzero(np.bincount(row["segment_ids"])[1:] > 1) + 1:  # those with a target
         where = np.flatnonzero(row["segment_ids"] == segment)
         place = number * rows.sequence_length + int(where[0])

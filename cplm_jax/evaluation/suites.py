@@ -6,8 +6,7 @@ from typing import Any
 import jax
 
 from cplm_jax.data.corpus import Corpus, load_corpus
-from cplm_jax.data.packing import PackedRows
-from cplm_jax.data.pipeline import Batch, validation_batches
+from cplm_jax.data.pipeline import Batch, held_out_rows, validation_batches
 from cplm_jax.errors import UserError, nearest
 from cplm_jax.evaluation.copying import evaluate_copying
 from cplm_jax.evaluation.validation import Validator
@@ -46,7 +45,7 @@ def evaluation_corpus(model: LoadedModel) -> Corpus:
 def held_out_batches(model: LoadedModel, corpus: Corpus) -> Iterator[Batch]:
     """Yields the validation batches of the run, as training used them."""
     config = model.config
-    rows = PackedRows(corpus.validation, corpus.tokenizer, config.data.sequence_length, None, "held-out")
+    rows = held_out_rows(corpus, config)
     return validation_batches(rows, config.evaluation.batch_size, config.evaluation.batches, model.mesh)
 
 

@@ -20,7 +20,7 @@ _PARAMS = "params"
 
 
 def export_orbax(model: "LoadedModel", output: str | Path) -> Path:
-    """Writes ``config.yaml``, ``tokenizer.model``, ``run.json`` and ``params/`` (an Orbax pytree).
+    """Writes ``config.yaml``, the tokenizer, ``run.json`` and ``params/`` (an Orbax pytree).
 
     The folder appears whole or not at all.
 
@@ -39,7 +39,7 @@ def export_orbax(model: "LoadedModel", output: str | Path) -> Path:
     silence_abandoned_transfers()
     try:
         (target / "config.yaml").write_text(to_yaml(model.config), encoding="utf-8")
-        (target / "tokenizer.model").write_bytes(model.tokenizer.proto)
+        (target / model.tokenizer.file_name).write_bytes(model.tokenizer.proto)
         details = {
             **model.details,
             "export": {"step": model.step, "tokens": model.tokens, "checksums": checksums(model.params)},

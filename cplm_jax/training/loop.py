@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from cplm_jax.config import Config
 from cplm_jax.data.pipeline import TrainingBatches, validation_batches
@@ -88,7 +89,7 @@ class _Run:
             train.accumulation,
             train.steps,
             setup.mesh,
-            self.config.data.prefetch,
+            self.config.data,
         )
         self.vocabulary_size = self.config.model.vocabulary_size or 0
         self.validator = Validator(
@@ -112,13 +113,13 @@ class _Run:
             self._write_setup()
             writer = MetricsWriter(self.run, start, self.config.logging.tensorboard, self.leader)
             bar = ProgressBar(self.run.path.name, start, self.config.train.steps, self.leader)
-            with contextlib.closing(writer), contextlib.closing(bar):
+            with contextlib.closing(writer), contextlib.closing(bar), contextlib.closing(self.batches):
                 self.writer, self.bar = writer, bar
                 return self._train(state, start)
 
     def _write_setup(self) -> None:
         if self.leader:
-            self.run.write_setup(self.config, self.setup.corpus.tokenizer.proto, self.details)
+            self.run.write_setup(self.config, self.setup.corpus.tokenizer, self.details)
 
     def _train(self, state: TrainState, start: int) -> Result:
         steps = self.config.train.steps
@@ -137,7 +138,7 @@ class _Run:
         recorder = _StepRecorder(self)
         for step in range(start + 1, steps + 1):
             state, step_metrics = train_step(state, next(self.batches))
-            recorder.push(step, step_metrics)
+            recorder.push(step, step_metrics, self.batches.source_tokens)
             stopping = agreement.stop()
             validating = self._validation_due(step)
             saving = step % self.config.checkpoint.every == 0 or step == steps
@@ -235,24 +236,34 @@ class _StepRecorder:
 
     def __init__(self, run: _Run):
         self._run = run
-        self._pending: tuple[int, StepMetrics] | None = None
-        self._seconds, self._steps, self._window_tokens = 0.0, 0, 0
+        self._pending: tuple[int, StepMetrics, np.ndarray] | None = None
+        self._start_window()
         self.restart_clock()
+
+    def _start_window(self) -> None:
+        self._seconds, self._steps, self._window_tokens = 0.0, 0, 0
+        self._waited_before = self._run.batches.seconds_waited
 
     def restart_clock(self) -> None:
         """Leaves the time since the last step out of the step times (validation, saving)."""
         self._clock = time.perf_counter()
 
-    def push(self, step: int, step_metrics: StepMetrics) -> None:
-        """Takes a step that was just dispatched and reads the one before."""
+    def push(self, step: int, step_metrics: StepMetrics, source_tokens: np.ndarray) -> None:
+        """Takes a step that was just dispatched and reads the one before.
+
+        Args:
+          step: its number.
+          step_metrics: what it returns, on the device.
+          source_tokens: tokens drawn from each source so far, if there are several.
+        """
         self.flush()
-        self._pending = step, step_metrics
+        self._pending = step, step_metrics, source_tokens
 
     def flush(self) -> None:
         """Waits for the pending step, counts its tokens and writes its row if one is due."""
         if self._pending is None:
             return
-        step, pending = self._pending
+        step, pending, source_tokens = self._pending
         self._pending = None
         values = {name: value.item() for name, value in jax.device_get(pending)._asdict().items()}
         loss, norm, tokens = values["loss"], values["gradient_norm"], values["tokens"]
@@ -278,8 +289,12 @@ class _StepRecorder:
             "gradient_norm": norm,
             "step_seconds": self._seconds / self._steps,
             "tokens_per_second": rate,
+            "data_wait": (run.batches.seconds_waited - self._waited_before) / self._seconds,
         }
+        if len(source_tokens):
+            names = [f"tokens/{source.name}" for source in run.setup.corpus.sources]
+            row |= dict(zip(names, source_tokens.tolist(), strict=True))
         if run.config.model.copy_head is not None:
             row["gate"] = values["gate"]
         run._write(row)
-        self._seconds, self._steps, self._window_tokens = 0.0, 0, 0
+        self._start_window()

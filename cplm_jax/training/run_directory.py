@@ -11,6 +11,7 @@ from typing import Any
 
 from cplm_jax.config import FREE_TO_CHANGE, Config
 from cplm_jax.config_loading import differences, load_config, to_yaml
+from cplm_jax.data.tokenizer import Tokenizer
 from cplm_jax.errors import UserError
 
 
@@ -39,7 +40,7 @@ class RunDirectory:
 
     Attributes:
       path: the folder.
-      config_file, tokenizer_file, metrics_file, checkpoints, tensorboard: as the names say.
+      config_file, metrics_file, checkpoints, tensorboard: as the names say.
       details_file: ``run.json``, facts of the run that are no configuration: fingerprint of the
         corpus, parameters, memory, versions.
     """
@@ -47,11 +48,16 @@ class RunDirectory:
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser()
         self.config_file = self.path / "config.yaml"
-        self.tokenizer_file = self.path / "tokenizer.model"
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.details_file = self.path / "run.json"
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer: ``tokenizer.model``, or ``tokenizer.json`` if there is one."""
+        other = self.path / "tokenizer.json"
+        return other if other.exists() else self.path / "tokenizer.model"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -157,11 +163,11 @@ class RunDirectory:
                 "a run would overwrite that; choose another run_dir"
             )
 
-    def write_setup(self, config: Config, tokenizer_proto: bytes, details: dict[str, Any]) -> None:
-        """Writes run.json, which marks the folder as a run's, then config.yaml and tokenizer.model."""
+    def write_setup(self, config: Config, tokenizer: Tokenizer, details: dict[str, Any]) -> None:
+        """Writes run.json, which marks the folder as a run's, then config.yaml and the tokenizer."""
         write_atomically(self.details_file, (json.dumps(details, indent=2) + "\n").encode("utf-8"))
         write_atomically(self.config_file, to_yaml(config).encode("utf-8"))
-        write_atomically(self.tokenizer_file, tokenizer_proto)
+        write_atomically(self.path / tokenizer.file_name, tokenizer.proto)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

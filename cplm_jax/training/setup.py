@@ -8,12 +8,15 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from cplm_jax.config import Config, MeshConfig
 from cplm_jax.data.corpus import Corpus, load_corpus
+from cplm_jax.data.files import check_apart
+from cplm_jax.data.mixing import MixedRows
 from cplm_jax.data.packing import PackedRows
-from cplm_jax.data.sources import check_apart
+from cplm_jax.data.pipeline import make_rows
 from cplm_jax.errors import UserError, first_line
 from cplm_jax.models.decoder import ModelDefinition, define_model, parameter_count
 from cplm_jax.sharding import check_batches_divisible, check_divisible, make_mesh
@@ -27,22 +30,34 @@ class Setup(NamedTuple):
     corpus: Corpus
     mesh: Mesh
     definition: ModelDefinition
-    train_rows: PackedRows
+    train_rows: MixedRows
     validation_rows: PackedRows
 
     def details(self) -> dict[str, Any]:
         """Returns facts of the run that are no configuration, for run.json."""
-        train, validation = self.corpus.train, self.corpus.validation
+        train = [source.documents for source in self.corpus.sources]
+        validation, rows = self.corpus.validation, self.train_rows
         return {
             "corpus_fingerprint": self.corpus.fingerprint,
             "tokenizer_sha256": self.corpus.tokenizer.sha256,
-            "train_documents": train.documents,
-            "train_tokens": int(train.offsets[-1]),
-            "train_bytes": train.bytes,
-            "validation_documents": validation.documents,
-            "validation_tokens": int(validation.offsets[-1]),
+            "train_documents": sum(map(len, train)),
+            "train_tokens": sum(documents.tokens for documents in train),
+            "train_bytes": sum(documents.bytes for documents in train),
+            "validation_documents": len(validation),
+            "validation_tokens": validation.tokens,
             "validation_bytes": validation.bytes,
-            "rows_per_epoch": self.train_rows.rows_per_epoch,
+            "rows_per_epoch": sum(source.rows_per_epoch for source in rows.sources),
+            "sources": [
+                {
+                    "name": source.name,
+                    "documents": len(source.documents),
+                    "tokens": source.documents.tokens,
+                    "share_of_rows": float(share),
+                    "rows_per_epoch": packed.rows_per_epoch,
+                    "padding": packed.padding,
+                }
+                for source, share, packed in zip(self.corpus.sources, rows.shares, rows.sources, strict=True)
+            ],
             "parameters": parameter_count(self.definition.shapes),
             "copy_head_parameters": parameter_count(self.definition.shapes.get("copy_head", {})),
             "device": jax.devices()[0].device_kind,
@@ -109,14 +124,17 @@ def set_up(config: Config, report: Callable[[str], None] = lambda _: None) -> Se
     definition = define_model(config.model)
     check_divisible(definition.logical_axes, definition.shapes, mesh)
     check_batches_divisible(config, mesh)
-    length = config.data.sequence_length
+    train_rows, validation_rows = make_rows(corpus, config)
+    padding = float(np.dot(train_rows.shares, [source.padding for source in train_rows.sources]))
+    if config.data.packing == "best_fit":
+        report(f"packing: {padding:.2%} of the training positions are padding")
     return Setup(
         config=config,
         corpus=corpus,
         mesh=mesh,
         definition=definition,
-        train_rows=PackedRows(corpus.train, corpus.tokenizer, length, config.seed, "training"),
-        validation_rows=PackedRows(corpus.validation, corpus.tokenizer, length, None, "held-out"),
+        train_rows=train_rows,
+        validation_rows=validation_rows,
     )
 
 

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from cplm_jax.config import DataConfig
 from cplm_jax.data.corpus import load_corpus
-from cplm_jax.data.sources import PYTHON_STDLIB, is_held_out, list_files, read_documents
+from cplm_jax.data.files import PYTHON_STDLIB, list_files
+from cplm_jax.data.formats import Document, Piece, Reading, read_piece
+from cplm_jax.data.preparation.units import is_held_out, text_digest
+from cplm_jax.data.shards import Span
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from tests.tiny import write_corpus
 
@@ -57,29 +60,40 @@ def settings_for(folder, tmp_path, **more):
     )
 
 
-def test_split_is_by_identifier_alone(corpus_folder, tmp_path):
+def labels(documents):
+    return [documents.label(i) for i in range(len(documents))]
+
+
+def training(corpus):
+    (source,) = corpus.sources
+    return source.documents
+
+
+def test_split_is_by_text_alone(corpus_folder, tmp_path):
     corpus = load_corpus(settings_for(corpus_folder, tmp_path, validation_fraction=0.3))
-    names = sorted(p.name for p in corpus_folder.iterdir())
-    assert corpus.validation.ids == [n for n in names if is_held_out(n, 0.3)]
-    assert corpus.train.ids == [n for n in names if not is_held_out(n, 0.3)]
-    assert corpus.validation.ids
+    paths = sorted(corpus_folder.iterdir())
+    held_out = [p.name for p in paths if is_held_out(text_digest(p.read_bytes()), 0.3)]
+    assert labels(corpus.validation) == held_out
+    assert labels(training(corpus)) == [p.name for p in paths if p.name not in held_out]
+    assert held_out
 
 
 def test_stored_tokens_are_the_documents(corpus_folder, tmp_path):
     corpus = load_corpus(settings_for(corpus_folder, tmp_path))
-    for store in (corpus.train, corpus.validation):
-        for i, name in enumerate(store.ids):
-            text = (corpus_folder / name).read_text()
-            tokens = store.tokens[store.offsets[i] : store.offsets[i + 1]]
-            assert corpus.tokenizer.decode(tokens.tolist()) == text
-        assert store.bytes == sum((corpus_folder / name).stat().st_size for name in store.ids)
+    for documents in (training(corpus), corpus.validation):
+        names = labels(documents)
+        found = documents.read([Span(i, 0, int(n)) for i, n in enumerate(documents.lengths)])
+        for name, tokens in zip(names, found, strict=True):
+            assert corpus.tokenizer.decode(tokens.tolist()) == (corpus_folder / name).read_text()
+        assert documents.bytes == sum((corpus_folder / name).stat().st_size for name in names)
+        assert documents.tokens == documents.lengths.sum()
 
 
 def test_jsonl_and_text_files_give_the_same_corpus(corpus_folder, tmp_path):
     lines = tmp_path / "all.jsonl"
     records = [{"path": p.name, "body": p.read_text()} for p in sorted(corpus_folder.iterdir())]
     lines.write_text("\n\n".join(map(json.dumps, records)) + "\n")
-    config = settings_for(lines, tmp_path, text_field="body", id_field="path")
+    config = settings_for(lines, tmp_path, text_field="body")
     assert load_corpus(config).fingerprint == load_corpus(settings_for(corpus_folder, tmp_path)).fingerprint
 
 
@@ -91,19 +105,25 @@ def test_cache_is_found_again_and_by_content(corpus_folder, tmp_path):
     messages.clear()
     second = load_corpus(config, messages.append)
     assert not messages
-    np.testing.assert_array_equal(first.train.tokens, second.train.tokens)
+    spans = [Span(0, 0, int(training(first).lengths[0]))]
+    np.testing.assert_array_equal(training(first).read(spans), training(second).read(spans))
+    assert first.fingerprint == second.fingerprint
     copy = write_corpus(tmp_path / "copy")
     assert load_corpus(settings_for(copy, tmp_path), messages.append).fingerprint == first.fingerprint
     assert not messages
     (copy / "000.txt").write_text("something else")
     assert load_corpus(settings_for(copy, tmp_path), messages.append).fingerprint != first.fingerprint
     assert messages
-    leftovers = [
-        p
-        for p in (tmp_path / "cache").rglob("*")
-        if "." in p.name and p.suffix not in (".bin", ".npy", ".json", ".model")
-    ]
-    assert not leftovers
+    for folder in (tmp_path / "cache" / "tokens").iterdir():
+        assert {
+            p.name for p in folder.iterdir() if "arrayrecord" not in p.name and "names" not in p.name
+        } == {
+            "checksums.json",
+            "manifest.json",
+            "tokenizer.model",
+            "train.lengths.npy",
+            "validation.lengths.npy",
+        }
 
 
 def test_tokenizer_given_as_a_file_is_used(corpus_folder, tmp_path, tokenizer):
@@ -134,5 +154,7 @@ def test_standard_library_is_a_corpus_without_tests():
     assert not {"test", "tests", "idle_test", "site-packages"} & {
         part for n in names for part in n.split("/")
     }
-    documents = list(read_documents(files[:50], DataConfig()))
-    assert len(documents) > 30
+    found = [
+        record for file in files[:50] for record in read_piece(Piece(file, 0, None), Reading("text", 10**6))
+    ]
+    assert sum(isinstance(record, Document) for record in found) > 30

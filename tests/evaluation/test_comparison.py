@@ -16,8 +16,7 @@ import yaml
 
 from cplm_jax.cli import compare_command, run
 from cplm_jax.config_loading import load_config
-from cplm_jax.data.packing import PackedRows
-from cplm_jax.data.pipeline import Batch
+from cplm_jax.data.pipeline import Batch, held_out_rows
 from cplm_jax.data.tokenizer import Tokenizer
 from cplm_jax.errors import UserError
 from cplm_jax.evaluation import report as reports
@@ -184,9 +183,9 @@ def test_documents_are_those_that_validation_reads(runs, limit):
     evaluation = dataclasses.replace(model.config.evaluation, batches=limit, batch_size=1)
     model = model._replace(config=dataclasses.replace(model.config, evaluation=evaluation))
     corpus, length = evaluation_corpus(model), model.config.data.sequence_length
-    rows = PackedRows(corpus.validation, corpus.tokenizer, length, None, "held-out")
-    numbers = {rows.row(n)["tokens"].tobytes(): n for n in range(rows.rows_per_epoch)}
-    owners = np.repeat(np.arange(6), np.diff(corpus.validation.offsets) + 2)
+    rows = held_out_rows(corpus, model.config)
+    numbers = {rows.rows([n])["tokens"].tobytes(): n for n in range(rows.rows_per_epoch)}
+    owners = np.repeat(np.arange(len(corpus.validation)), corpus.validation.lengths + 1)
     read = set()
     for batch in held_out_batches(model, corpus):
         number = numbers[np.asarray(batch.tokens[0]).tobytes()]
@@ -198,13 +197,14 @@ def test_excerpts_are_read_as_within_their_rows(comparison, runs):
     """An excerpt is cut out of its row; that must not change what the model makes of it."""
     model = load_model(runs / "cplm")
     corpus, length = evaluation_corpus(model), model.config.data.sequence_length
-    rows = PackedRows(corpus.validation, corpus.tokenizer, length, None, "held-out")
+    rows = held_out_rows(corpus, model.config)
+    names = [corpus.validation.label(i) for i in range(len(corpus.validation))]
     report_of = jax.jit(functools.partial(token_report, model.definition))
     for excerpt in comparison.excerpts:
-        document = corpus.validation.ids.index(excerpt.document)
-        place = int(corpus.validation.offsets[document]) + 2 * document + excerpt.offset
+        document = names.index(excerpt.document)
+        place = int((corpus.validation.lengths[:document] + 1).sum()) + excerpt.offset
         number, first = divmod(place, length)
-        batch = Batch(**{name: rows.row(number)[name][None] for name in Batch._fields})
+        batch = Batch(**{name: rows.rows([number])[name] for name in Batch._fields})
         with jax.set_mesh(model.mesh):
             whole = report_of(model.params, batch)
         here = slice(first, first + len(excerpt.pieces) - 1)

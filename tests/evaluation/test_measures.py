@@ -69,7 +69,7 @@ def test_validation_figures(measured):
     assert ("gate" in found) == (setup.config.model.copy_head is not None)
     # Every held-out token is a target once, and so is the EOS of every document.
     validation = setup.corpus.validation
-    assert found["target_tokens"] == validation.offsets[-1] + validation.documents
+    assert found["target_tokens"] == validation.tokens + len(validation)
 
 
 def test_copying_figures(measured):

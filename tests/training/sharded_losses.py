@@ -39,7 +39,7 @@ def losses(folder, mesh, flags):
     trainer = Trainer(setup.config, setup.definition, setup.mesh)
     state, step = trainer.init(), trainer.compile_step()
     batches = TrainingBatches(
-        setup.train_rows, train.batch_size, train.accumulation, train.steps, setup.mesh, data.prefetch
+        setup.train_rows, train.batch_size, train.accumulation, train.steps, setup.mesh, data
     )
     result = []
     for _ in range(train.steps):

@@ -10,7 +10,7 @@ import pytest
 
 from cplm_jax import quickstart as quickstart_module
 from cplm_jax.config_loading import load_config
-from cplm_jax.data.sources import list_files
+from cplm_jax.data.files import list_files
 from cplm_jax.errors import UserError
 from cplm_jax.quickstart import quickstart
 from cplm_jax.training.loop import Outcome, _Run, train

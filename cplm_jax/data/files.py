@@ -1,0 +1,215 @@
+"""The files a corpus is made of: paths, folders, globs and URLs, and what lies behind them."""
+
+import fnmatch
+import glob
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from cplm_jax.errors import UserError, first_line
+
+
+class SourceFile(NamedTuple):
+    """A file and the name it has wherever the corpus lies."""
+
+    path: str
+    """Path on this machine, or URL."""
+    name: str
+    """Path from the folder or glob that it was found by."""
+    size: int
+    """Bytes."""
+
+
+PYTHON_STDLIB = "python:stdlib"
+_NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_files() -> list[SourceFile]:
+    """Lists the source of the running Python's standard library, without its tests.
+
+    Raises:
+      UserError: if this Python comes without its source.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        _local(path, path.relative_to(root).as_posix())
+        for path in sorted(root.rglob("*.py"))
+        if not _NOT_STDLIB.intersection(path.relative_to(root).parts)
+    ]
+    if len(files) < 100:
+        raise UserError(
+            f"data.paths: {PYTHON_STDLIB!r} needs the source of Python's standard library, and {root} has "
+            f"{len(files)} files of it; use another Python, or text of your own"
+        )
+    return files
+
+
+def _local(path: Path, name: str) -> SourceFile:
+    return SourceFile(str(path), name, path.stat().st_size)
+
+
+def is_url(path: str) -> bool:
+    """Returns whether a path is a URL, as in ``gs://bucket/folder``."""
+    return "://" in path
+
+
+def open_file(file: SourceFile) -> BinaryIO:
+    """Opens a file for reading, wherever it lies.
+
+    Raises:
+      OSError: if it cannot be opened.
+    """
+    if not is_url(file.path):
+        return open(file.path, "rb")
+    import fsspec
+
+    return cast(BinaryIO, fsspec.open(file.path, "rb").open())
+
+
+def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
+    """Expands files, folders, globs and URLs of these to a sorted list of files.
+
+    A file found in a folder or by a glob is named by its path from the folder, or from the
+    glob's part without wildcards; a file given by itself, by its file name. Hidden files and
+    folders are left out of folders. A folder that Hugging Face ``datasets`` saved stands for its
+    Arrow files. ``python:stdlib`` stands for :func:`stdlib_files`. URLs are those of ``fsspec``.
+
+    Raises:
+      UserError: if ``paths`` is empty or one of them matches nothing; ``field`` is named.
+    """
+    if not paths:
+        raise UserError(
+            f"{field} is empty: give text, .jsonl, .parquet or .arrow files, folders or globs, as in "
+            f"{_flag(field)} 'corpus/*.txt'"
+        )
+    found: dict[str, SourceFile] = {}  # by what the path leads to: two spellings are one document
+    for pattern in paths:
+        if pattern == PYTHON_STDLIB:
+            files = stdlib_files()
+        elif is_url(pattern):
+            files = _remote_files(pattern, field)
+        else:
+            files = _local_files(pattern, field)
+        if not files:
+            raise UserError(f"{field}: {pattern!r} matches no file (from {os.getcwd()}); correct the path")
+        for file in files:
+            found.setdefault(file.path if is_url(file.path) else os.path.realpath(file.path), file)
+    return sorted(found.values(), key=lambda file: (file.name, file.path))
+
+
+def _flag(field: str) -> str:
+    return field if field.startswith("--") else f"--{field}"
+
+
+def _local_files(pattern: str, field: str) -> list[SourceFile]:
+    root = Path(pattern).expanduser()
+    if os.path.isdir(root):
+        return [_local(p, p.relative_to(root).as_posix()) for p in _files_below(root, field)]
+    if os.path.isfile(root):
+        return [_local(root, root.name)]
+    base = _literal_part(root)
+    matches = [Path(m) for m in glob.glob(str(root), recursive=True) if os.path.isfile(m)]
+    return [_local(m, os.path.relpath(m, base).replace(os.sep, "/")) for m in matches]
+
+
+def _remote_files(pattern: str, field: str) -> list[SourceFile]:
+    import fsspec
+
+    try:
+        system, root = fsspec.core.url_to_fs(pattern)
+        if glob.has_magic(pattern):
+            base = _literal_part(Path(root)).as_posix()
+            listed = system.glob(root, detail=True)
+        elif system.isdir(root):
+            base = root
+            listed = system.find(root, detail=True)
+        else:
+            base = root.rpartition("/")[0]
+            listed = {root: system.info(root)}
+    except FileNotFoundError:
+        return []
+    except (ImportError, ValueError) as e:
+        raise UserError(f"{field}: {pattern!r} cannot be read here: {first_line(e)}") from e
+    except OSError as e:
+        raise UserError(f"{field}: cannot list {pattern}: {e.strerror or first_line(e)}") from e
+    files = []
+    for path, info in listed.items():
+        name = path[len(base) :].lstrip("/") or path.rpartition("/")[2]
+        hidden = any(part.startswith(".") for part in name.split("/"))
+        if info["type"] == "file" and not hidden:
+            if info.get("size") is None:
+                raise UserError(f"{field}: {pattern}: the size of {path} is unknown; fetch it first")
+            files.append(SourceFile(system.unstrip_protocol(path), name, info["size"]))
+    return files
+
+
+def _literal_part(pattern: Path) -> Path:
+    """Returns the folders of a glob before its first wildcard."""
+    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+
+
+# What a run or the cache writes; a glob that matches one of these would read it as a document.
+_WRITTEN = ("metrics.jsonl", "config.yaml", "run.json", "tokenizer.model", "tokens.bin", "meta.json")
+
+
+def check_apart(paths: Sequence[str], field: str, written: Mapping[str, str]) -> None:
+    """Checks that nothing a run writes can become a document of its corpus.
+
+    Args:
+      paths: files, folders and globs of documents.
+      field: where ``paths`` was set, for messages.
+      written: folder that is written to, by the field that names it.
+
+    Raises:
+      UserError: if a written folder lies in a folder of ``paths``, or where a glob would find it.
+    """
+    for pattern in paths:
+        if is_url(pattern):
+            continue
+        root = Path(pattern).expanduser()
+        recursive = "**" in root.parts and any(fnmatch.fnmatch(name, root.name) for name in _WRITTEN)
+        if not (root.is_dir() or recursive):
+            continue
+        for name, folder in written.items():
+            if Path(folder).expanduser().resolve().is_relative_to(_literal_part(root).resolve()):
+                raise UserError(
+                    f"{name} = {folder} lies in {field} = {pattern}, so that what the run writes would be "
+                    f"read as documents; choose another {name}, or a glob such as '*.txt'"
+                )
+
+
+def _files_below(root: Path, field: str) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{field}: cannot read {error.filename}: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        arrow = _dataset_files(Path(folder), names, field)
+        if arrow is not None:
+            folders[:] = []
+            yield from arrow
+            continue
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if os.path.isfile(path))
+
+
+def _dataset_files(folder: Path, names: Sequence[str], field: str) -> list[Path] | None:
+    """Returns the Arrow files of a folder that Hugging Face ``datasets`` saved, or None for another one."""
+    if "dataset_dict.json" in names:
+        raise UserError(
+            f"{field}: {folder} holds the splits of a dataset; name the one to read, as in {folder}/train"
+        )
+    if not {"state.json", "dataset_info.json"} <= set(names):
+        return None
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        return [folder / entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(
+            f"{field}: {folder}/state.json is not what datasets' save_to_disk writes ({first_line(e)}); "
+            "save the dataset again"
+        ) from e

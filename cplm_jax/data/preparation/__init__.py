@@ -1,0 +1,1 @@
+"""``cplm prepare``: from raw files to tokenised shards, in parallel, and restartable."""

@@ -1,0 +1,112 @@
+"""What a preparation does: which input becomes which shards, decided before any work begins.
+
+The input is cut into units of consecutive files, or parts of files, by their sizes alone; each unit
+becomes shards of its own. So the shards do not depend on how many processes make them, nor on kills.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cplm_jax.data.files import SourceFile, is_url
+from cplm_jax.data.formats import Piece, Reading, pieces_of
+from cplm_jax.data.shards import FORMAT_VERSION
+from cplm_jax.data.tokenizer import Tokenizer
+from cplm_jax.errors import UserError
+
+UNIT_BYTES = 64 * 2**20
+
+
+class Settings(NamedTuple):
+    """What decides the content of the shards, besides the input and the tokenizer."""
+
+    reading: Reading
+    """How records become documents."""
+    validation_fraction: float
+    """Share of documents held out, by a hash of their text."""
+    deduplicate: bool
+    """Whether only the first of equal documents is kept."""
+    shard_tokens: int
+    """Training tokens from which a shard is full."""
+    unit_bytes: int = UNIT_BYTES
+    """Bytes of input from which a unit is full."""
+
+
+class Plan(NamedTuple):
+    """A preparation."""
+
+    files: list[SourceFile]
+    """The input, in order."""
+    units: list[list[Piece]]
+    """The parts of the input that are worked on by themselves, in order."""
+    sizes: list[int]
+    """Bytes of each unit."""
+    record: dict[str, Any]
+    """All that the output follows from, as JSON."""
+
+
+def make_plan(files: Sequence[SourceFile], settings: Settings, tokenizer: Tokenizer) -> Plan:
+    """Cuts the input into units.
+
+    Raises:
+      UserError: if a file cannot be read, or two of them have one name.
+    """
+    units: list[list[Piece]] = [[]]
+    sizes = [0]
+    for file in files:
+        for piece, size in pieces_of(file, settings.unit_bytes, settings.reading):
+            if units[-1] and sizes[-1] + size > settings.unit_bytes:
+                units.append([])
+                sizes.append(0)
+            units[-1].append(piece)
+            sizes[-1] += size
+    record = {
+        "format_version": FORMAT_VERSION,
+        "tokenizer": tokenizer.sha256,
+        "text_field": settings.reading.text_field,
+        "max_document_bytes": settings.reading.max_document_bytes,
+        "validation_fraction": settings.validation_fraction,
+        "deduplicate": settings.deduplicate,
+        "shard_tokens": settings.shard_tokens,
+        "unit_bytes": settings.unit_bytes,
+        "sources": [[file.name, file.size, _changed(file)] for file in files],
+    }
+    return Plan(list(files), units, sizes, record)
+
+
+def _changed(file: SourceFile) -> int | None:
+    return None if is_url(file.path) else os.stat(file.path).st_mtime_ns
+
+
+def check_same(before: dict[str, Any], plan: Plan, output: Path) -> None:
+    """Checks that a preparation that was begun is this one.
+
+    Raises:
+      UserError: naming what differs.
+    """
+    if before == plan.record:
+        return
+    now = plan.record
+    differing = [key for key in now if key != "sources" and before.get(key) != now[key]]
+    whats = [f"{key} (then {before.get(key)}, now {now[key]})" for key in differing]
+    then, here = ({entry[0]: entry[1:] for entry in r.get("sources", [])} for r in (before, now))
+    changed = sorted(name for name in then.keys() | here.keys() if then.get(name) != here.get(name))
+    if changed:
+        whats.append(f"{len(changed):,} source files, {changed[0]} among them")
+    raise UserError(
+        f"--output {output}: another preparation was begun there; what differs: {'; '.join(whats)}; give "
+        "the same command to go on with it, or another folder"
+    )
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Reads what :func:`make_plan` put into ``Plan.record``. Raises :class:`UserError` if it is damaged."""
+    try:
+        record = json.loads(path.read_bytes())
+        if isinstance(record, dict):
+            return record
+    except ValueError:
+        pass
+    raise UserError(f"{path}: damaged; remove the folder of the preparation and start again")

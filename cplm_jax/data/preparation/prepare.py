@@ -1,0 +1,375 @@
+"""Runs a preparation: plans it or goes on with it, spreads its units over processes, writes the manifest."""
+
+import concurrent.futures
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from cplm_jax.data.files import SourceFile
+from cplm_jax.data.preparation.duplicates import find_duplicates
+from cplm_jax.data.preparation.plan import Plan, Settings, check_same, make_plan, read_record
+from cplm_jax.data.preparation.units import (
+    KEPT_MESSAGES,
+    Stopped,
+    Unit,
+    check_bad,
+    digest_unit,
+    finished_parts,
+    is_finished,
+    prepare_unit,
+)
+from cplm_jax.data.shards import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    RECORD_TOKENS,
+    SIDES,
+    lengths_file,
+    sha256_of,
+    token_dtype,
+    write_file,
+)
+from cplm_jax.data.tokenizer import Tokenizer
+from cplm_jax.errors import MachineError, UserError
+
+Report = Callable[[str], None]
+
+
+def prepare(
+    files: Sequence[SourceFile],
+    tokenizer: Tokenizer,
+    output: Path,
+    settings: Settings,
+    max_bad: int = 0,
+    processes: int = 1,
+    report: Report = lambda _: None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Writes the documents of files as tokenised shards, or goes on where a kill interrupted that.
+
+    Args:
+      files: the input (:func:`~cplm_jax.data.files.list_files`).
+      tokenizer: splits the documents.
+      output: folder to make; or one in which the same preparation was begun, or finished.
+      settings: what decides the content.
+      max_bad: bad records that are skipped and counted; one more is an error.
+      processes: to work in; the output does not depend on it.
+      report: called with lines of progress.
+      quiet: whether to show no progress bar.
+
+    Returns:
+      The manifest.
+
+    Raises:
+      UserError: for anything wrong with the input, or if ``output`` holds something else.
+      MachineError: if something could not be written, or a process was killed.
+    """
+    place = output.resolve()
+    inside = next((f for f in files if Path(f.path).resolve().is_relative_to(place)), None)
+    if inside is not None:
+        raise UserError(f"--output {output}: the input {inside.path} lies in it; choose another folder")
+    plan = make_plan(files, settings, tokenizer)
+    try:
+        with _claimed(output):
+            return _prepare(plan, tokenizer, output, settings, max_bad, processes, report, quiet)
+    except OSError as e:
+        raise MachineError(
+            f"--output {output}: cannot write to it: {e.strerror or e}; the same command goes on from there"
+        ) from e
+
+
+@contextlib.contextmanager
+def _claimed(output: Path) -> Iterator[None]:
+    """Makes the folder and keeps other preparations out of it."""
+    try:
+        existing = {p.name for p in output.iterdir()} if output.is_dir() else set()
+        if (output.exists() and not output.is_dir()) or (existing and not existing & {MANIFEST, "work"}):
+            raise UserError(f"--output {output}: it exists already; choose another folder")
+        (output / "work").mkdir(parents=True, exist_ok=True)
+        lock = open(output / "work" / "lock", "ab")  # noqa: SIM115 - closed below
+    except OSError as e:
+        raise UserError(
+            f"--output {output}: cannot write there: {e.strerror or e}; choose another folder"
+        ) from e
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise UserError(f"--output {output}: another process is preparing there now") from e
+        yield
+
+
+def _prepare(
+    plan: Plan,
+    tokenizer: Tokenizer,
+    output: Path,
+    settings: Settings,
+    max_bad: int,
+    processes: int,
+    report: Report,
+    quiet: bool,
+) -> dict[str, Any]:
+    work = output / "work"
+    if (output / MANIFEST).exists():
+        manifest = json.loads((output / MANIFEST).read_bytes())
+        _check_finished(manifest, plan, output)
+        shutil.rmtree(work)
+        report(f"{output} is finished already")
+        return manifest
+    if (work / "plan.json").exists():
+        check_same(read_record(work / "plan.json"), plan, output)
+    else:
+        write_file(work / "plan.json", json.dumps(plan.record).encode())
+    for partial in [*output.glob("*.partial"), *work.glob("*.partial")]:
+        partial.unlink(missing_ok=True)
+    units = [Unit(i, pieces, settings, max_bad, output) for i, pieces in enumerate(plan.units)]
+    report(
+        f"{len(plan.files):,} files of {sum(f.size for f in plan.files):,} bytes, in {len(units):,} units, "
+        f"{sum(map(is_finished, units)):,} of them finished before"
+    )
+    if settings.deduplicate:
+        missing = [unit for unit in units if not unit.digests_file.exists()]
+        _run("reading", digest_unit, missing, plan, tokenizer, processes, quiet)
+        if not all(unit.duplicates_file.exists() for unit in units):
+            report(f"{find_duplicates(units):,} documents occurred before")
+    _run("preparing", prepare_unit, units, plan, tokenizer, processes, quiet)
+    manifest = _finish(plan, units, tokenizer)
+    shutil.rmtree(work)
+    return manifest
+
+
+def _check_finished(manifest: dict[str, Any], plan: Plan, output: Path) -> None:
+    sources = [[s["name"], s["size"]] for s in manifest["sources"]]
+    same = manifest["settings"] == _settings_of(plan) and sources == [s[:2] for s in plan.record["sources"]]
+    if not same or manifest["tokenizer"]["sha256"] != plan.record["tokenizer"]:
+        raise UserError(
+            f"--output {output}: it holds documents that were prepared from other files or with other "
+            "settings; choose another folder"
+        )
+
+
+def _settings_of(plan: Plan) -> dict[str, Any]:
+    return {k: v for k, v in plan.record.items() if k not in ("sources", "tokenizer", "format_version")}
+
+
+def _finish(plan: Plan, units: Sequence[Unit], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Joins the records of all parts to the manifest and writes it, last of all."""
+    output = units[0].output
+    parts = [(unit, number, part) for unit in units for number, part in enumerate(finished_parts(unit))]
+    documents: Counter[str] = Counter()
+    hashes: dict[str, str] = {}
+    messages: list[str] = []
+    for _, _, part in parts:
+        documents.update(part["documents_of"])
+        hashes |= part["source_sha256"]
+        messages += part["messages"]
+    write_file(output / tokenizer.file_name, tokenizer.proto)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "dtype": token_dtype(tokenizer.size).str,
+        "record_tokens": RECORD_TOKENS,
+        "tokenizer": {
+            "file": tokenizer.file_name,
+            "sha256": tokenizer.sha256,
+            "size": tokenizer.size,
+        },
+        "settings": _settings_of(plan),
+        "sources": [
+            {"name": f.name, "size": f.size, "sha256": hashes[f.path], "documents": documents[f.path]}
+            for f in plan.files
+        ],
+        "skipped": {
+            "bad_records": sum(part["bad"] for _, _, part in parts),
+            "first_bad_records": messages[:KEPT_MESSAGES],
+            "duplicates": sum(part["duplicates"] for _, _, part in parts),
+        },
+    }
+    for side in SIDES:
+        shards = [part["sides"][side] for _, _, part in parts if side in part["sides"]]
+        lengths = [np.load(u.lengths_file(side, n)) for u, n, part in parts if side in part["sides"]]
+        path = output / lengths_file(side)
+        write_file(path, np.concatenate([np.zeros(0, np.uint32), *lengths]))
+        manifest[side] = {
+            name: sum(shard[name] for shard in shards)
+            for name in ("documents", "tokens", "bytes", "repeated_targets", "records")
+        } | {"lengths_size": path.stat().st_size, "lengths_sha256": sha256_of(path), "shards": shards}
+    if manifest["train"]["documents"] == 0:
+        raise UserError("the input has no training document; give more, or a smaller --validation_fraction")
+    write_file(output / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    return manifest
+
+
+# Units over processes
+
+
+class _Counters:
+    """Progress of all processes, and the sign to stop."""
+
+    def __init__(self, context: Any = multiprocessing):
+        self.values = context.Array("q", 3)
+        self.parent = os.getpid()
+        self._documents = self._size = 0
+        self._last = 0.0
+
+    def add(self, documents: int, size: int) -> None:
+        self._documents += documents
+        self._size += size
+        now = time.monotonic()
+        if now - self._last > 0.2:
+            self.flush()
+            self._last = now
+
+    def flush(self) -> None:
+        with self.values.get_lock():
+            self.values[0] += self._documents
+            self.values[1] += self._size
+        self._documents = self._size = 0
+
+    def stop(self) -> None:
+        self.values[2] = 1
+
+    def check(self) -> None:
+        if self.values.get_obj()[2] or (os.getpid() != self.parent and os.getppid() != self.parent):
+            raise Stopped
+
+
+_Work = Callable[..., None]
+_process: tuple[_Counters, Tokenizer]  # of a worker, set when it starts
+
+
+def _start(counters: _Counters, proto: bytes) -> None:
+    global _process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the work
+    _process = counters, Tokenizer(proto)
+
+
+def _work(work: _Work, unit: Unit) -> None:
+    counters, tokenizer = _process
+    try:
+        _apply(work, unit, tokenizer, counters)
+    finally:
+        counters.flush()
+
+
+def _apply(work: _Work, unit: Unit, tokenizer: Tokenizer, counters: _Counters) -> None:
+    if work is digest_unit:
+        digest_unit(unit, counters)
+    else:
+        prepare_unit(unit, tokenizer, counters)
+
+
+def _run(
+    name: str,
+    work: _Work,
+    units: Sequence[Unit],
+    plan: Plan,
+    tokenizer: Tokenizer,
+    processes: int,
+    quiet: bool,
+) -> None:
+    """Does ``work`` on all units."""
+    left = [unit for unit in units if work is digest_unit or not is_finished(unit)]
+    finished = [unit for unit in units if unit not in left]
+    bad = sum(part["bad"] for unit in finished for part in finished_parts(unit))
+    finished_size = sum(plan.sizes[unit.number] for unit in finished)
+    bar = tqdm(
+        total=sum(plan.sizes[unit.number] for unit in units),
+        initial=finished_size,
+        desc=name,
+        unit="B",
+        unit_scale=True,
+        file=sys.stderr,
+        disable=quiet or not left,
+        mininterval=1,
+    )
+    with bar:
+        began = time.monotonic()
+
+        def show(counters: _Counters) -> None:
+            documents, size, _ = counters.values[:]
+            rate = documents / max(time.monotonic() - began, 1e-3)
+            bar.set_postfix_str(f"{documents:,} documents, {rate:,.0f}/s", refresh=False)
+            bar.update(finished_size + size - bar.n)
+
+        if processes == 1:
+            counters = _Counters()
+            for unit in left:
+                _apply(work, unit, tokenizer, counters)
+                counters.flush()
+                show(counters)
+                bad = _count_bad(unit, work, bad)
+            return
+        context = multiprocessing.get_context("spawn")
+        counters = _Counters(context)
+        pool = concurrent.futures.ProcessPoolExecutor(
+            min(processes, max(len(left), 1)), context, _start, (counters, tokenizer.proto)
+        )
+        try:
+            futures = {pool.submit(_work, work, unit): unit for unit in left}
+            waiting = set(futures)
+            while waiting:
+                done, waiting = concurrent.futures.wait(waiting, 0.5, concurrent.futures.FIRST_COMPLETED)
+                show(counters)
+                for future in done:
+                    future.result()
+                    bad = _count_bad(futures[future], work, bad)
+        except BrokenProcessPool as e:
+            raise MachineError(
+                "a process of the preparation was killed, perhaps for want of memory; the same command goes "
+                "on from the last finished part; fewer --processes need less"
+            ) from e
+        finally:
+            counters.stop()
+            pool.shutdown(cancel_futures=True)
+
+
+def _count_bad(unit: Unit, work: _Work, bad: int) -> int:
+    if work is digest_unit:
+        return 0
+    parts = finished_parts(unit)
+    found = bad + sum(part["bad"] for part in parts)
+    message = next((part["last_message"] for part in reversed(parts) if part["last_message"]), "")
+    check_bad(found, unit.max_bad, message)
+    return found
+
+
+# Statistics
+
+
+def summary(manifest: dict[str, Any], output: Path) -> str:
+    """Returns what was prepared, in lines: sizes, lengths, and how much there is to copy."""
+    lines = []
+    for side in SIDES:
+        part = manifest[side]
+        if part["documents"] == 0:
+            lines.append(f"{side}: no documents")
+            continue
+        lengths = np.load(output / lengths_file(side))
+        points = np.quantile(lengths, [0.1, 0.5, 0.9, 0.99], method="nearest")
+        targets = part["tokens"] + part["documents"]
+        lines += [
+            f"{side}: {part['documents']:,} documents, {part['tokens']:,} tokens, {part['bytes']:,} bytes "
+            f"({part['tokens'] / part['bytes']:.3f} tokens per byte) in {len(part['shards']):,} shards",
+            f"  tokens of a document: mean {lengths.mean():,.0f}, 10% {points[0]:,}, median {points[1]:,}, "
+            f"90% {points[2]:,}, 99% {points[3]:,}, longest {lengths.max():,}",
+            f"  to copy: {part['repeated_targets'] / targets:.1%} of the targets occur earlier in their "
+            "document",
+        ]
+    skipped = manifest["skipped"]
+    lines.append(f"skipped: {skipped['bad_records']:,} bad records, {skipped['duplicates']:,} duplicates")
+    return "\n".join(lines)

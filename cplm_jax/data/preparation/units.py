@@ -1,0 +1,272 @@
+"""The work on one unit of input: its documents become shards, a part at a time.
+
+A part is finished when its record is in the work folder; it is written after the part's shards, so
+whatever a kill leaves half-done has no record and is made again, the same.
+"""
+
+import hashlib
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
+
+from cplm_jax.data.files import SourceFile, open_file
+from cplm_jax.data.formats import BadRecord, Document, Piece, read_piece
+from cplm_jax.data.preparation.plan import Settings
+from cplm_jax.data.shards import (
+    SIDES,
+    ShardWriter,
+    names_file,
+    records_of,
+    sha256_of,
+    token_dtype,
+    write_file,
+)
+from cplm_jax.data.tokenizer import Tokenizer
+from cplm_jax.errors import UserError, first_line
+
+KEPT_MESSAGES = 20
+
+
+class Progress(Protocol):
+    """Where the work tells how far it is, and learns that it should stop."""
+
+    def add(self, documents: int, size: int) -> None:
+        """Counts documents, and bytes of input."""
+
+    def check(self) -> None:
+        """Raises :class:`Stopped` if the work is over."""
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """Another unit failed, or the user stopped the preparation."""
+
+
+class Unit(NamedTuple):
+    """A unit of input and where its results go."""
+
+    number: int
+    pieces: list[Piece]
+    settings: Settings
+    max_bad: int
+    """Bad records that are skipped and counted; one more is an error."""
+    output: Path
+    """Folder of the shards."""
+
+    @property
+    def work(self) -> Path:
+        """Folder of what is needed until all units are finished."""
+        return self.output / "work"
+
+    def part_file(self, part: int) -> Path:
+        """Record of a finished part."""
+        return self.work / f"{self.number:05}-{part:03}.json"
+
+    def lengths_file(self, side: str, part: int) -> Path:
+        """Lengths of the documents of a finished part."""
+        return self.work / f"{side}-{self.number:05}-{part:03}.npy"
+
+    @property
+    def digests_file(self) -> Path:
+        """Digests of the unit's documents."""
+        return self.work / f"digests-{self.number:05}.npy"
+
+    @property
+    def duplicates_file(self) -> Path:
+        """Numbers of the unit's documents that occurred before."""
+        return self.work / f"duplicates-{self.number:05}.npy"
+
+
+def finished_parts(unit: Unit) -> list[dict[str, Any]]:
+    """Returns the records of the parts that were finished before."""
+    parts: list[dict[str, Any]] = []
+    while unit.part_file(len(parts)).exists():
+        parts.append(json.loads(unit.part_file(len(parts)).read_bytes()))
+    return parts
+
+
+def is_finished(unit: Unit) -> bool:
+    """Returns whether all of a unit is done."""
+    parts = finished_parts(unit)
+    return bool(parts) and parts[-1]["last"]
+
+
+def text_digest(data: bytes) -> bytes:
+    """Returns 16 bytes that stand for a document's text."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def is_held_out(digest: bytes, fraction: float) -> bool:
+    """Returns whether a document is held out: the same for equal texts, wherever they lie."""
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def digest_unit(unit: Unit, progress: Progress) -> None:
+    """Writes the digests of a unit's documents."""
+    digests = bytearray()
+    bad = _Bad(unit.max_bad)
+    for _, record in _records(unit, progress):
+        if isinstance(record, BadRecord):
+            bad.add(record)
+        else:
+            digests += text_digest(record.data)
+    array = np.frombuffer(bytes(digests), ">u8").reshape(-1, 2)
+    write_file(unit.digests_file, array)
+
+
+def prepare_unit(unit: Unit, tokenizer: Tokenizer, progress: Progress) -> None:
+    """Writes the shards of a unit, from the first part on that is not finished.
+
+    Raises:
+      UserError: for a bad record that may not be skipped, or a file that cannot be read.
+      OSError: if something cannot be written.
+      Stopped: if the work is over.
+    """
+    before = finished_parts(unit)
+    if before and before[-1]["last"]:
+        return
+    done = sum(part["records"] for part in before)
+    good = done - sum(part["bad"] for part in before)
+    bad = _Bad(unit.max_bad, sum(part["bad"] for part in before))
+    duplicates = frozenset[int]()
+    if unit.settings.deduplicate:
+        duplicates = frozenset(np.load(unit.duplicates_file).tolist())
+    part = _Part(unit, len(before), tokenizer)
+    for number, (file, record) in enumerate(_records(unit, progress)):
+        if number < done:
+            continue
+        part.records += 1
+        if isinstance(record, BadRecord):
+            bad.add(record)
+            part.messages.append(record.message)
+            continue
+        good += 1
+        if good - 1 in duplicates:
+            part.duplicates += 1
+            continue
+        part.add(file, record)
+        progress.add(1, 0)
+        if part.full:
+            part.finish(last=False)
+            part = _Part(unit, part.number + 1, tokenizer)
+    part.finish(last=True)
+
+
+def _records(unit: Unit, progress: Progress) -> Iterator[tuple[SourceFile, Document | BadRecord]]:
+    for piece in unit.pieces:
+        for record in read_piece(piece, unit.settings.reading, lambda size: progress.add(0, size)):
+            progress.check()
+            yield piece.file, record
+
+
+class _Bad:
+    """Counts bad records of a unit up to the limit."""
+
+    def __init__(self, limit: int, count: int = 0):
+        self._limit, self._count = limit, count
+
+    def add(self, record: BadRecord) -> None:
+        self._count += 1
+        check_bad(self._count, self._limit, record.message)
+
+
+def check_bad(count: int, limit: int, message: str) -> None:
+    """Raises :class:`UserError` with ``message`` if there are more bad records than may be skipped."""
+    if count <= limit:
+        return
+    if limit == 0:
+        raise UserError(f"{message} (--max_bad N skips and counts up to N such records)")
+    raise UserError(f"{message} (more than --max_bad {limit:,} bad records)")
+
+
+class _Part:
+    """A part of a unit that becomes a shard of each side."""
+
+    def __init__(self, unit: Unit, number: int, tokenizer: Tokenizer):
+        self.number, self.records, self.duplicates = number, 0, 0
+        self.messages: list[str] = []
+        self._unit, self._tokenizer = unit, tokenizer
+        self._dtype = token_dtype(tokenizer.size)
+        self._writers: dict[str, ShardWriter] = {}
+        self._counts: dict[str, Counter[str]] = {side: Counter() for side in SIDES}
+        self._names: dict[str, list[str]] = {side: [] for side in SIDES}
+        self._documents: Counter[str] = Counter()
+
+    def _shard(self, side: str) -> str:
+        return f"{side}-{self._unit.number:05}-{self.number:03}.arrayrecord"
+
+    def _scratch(self, side: str) -> Path:
+        return self._unit.work / f"{self._shard(side)}.{os.getpid()}.partial"
+
+    @property
+    def full(self) -> bool:
+        return self._counts["train"]["tokens"] >= self._unit.settings.shard_tokens
+
+    def add(self, file: SourceFile, document: Document) -> None:
+        held_out = is_held_out(text_digest(document.data), self._unit.settings.validation_fraction)
+        side = "validation" if held_out else "train"
+        if side not in self._writers:
+            self._writers[side] = ShardWriter(self._scratch(side), self._dtype)
+        tokens = np.asarray(self._tokenizer.encode(document.text), np.int64)
+        self._writers[side].add(tokens)
+        self._documents[file.path] += 1
+        self._names[side].append(f"{file.name} {document.record}".rstrip())
+        self._counts[side].update(
+            documents=1,
+            tokens=len(tokens),
+            bytes=len(document.data),
+            # All occurrences of a token but its first are targets that occurred earlier.
+            repeated_targets=len(tokens) - len(np.unique(tokens)),
+        )
+
+    def finish(self, last: bool) -> None:
+        unit = self._unit
+        sides: dict[str, Any] = {}
+        for side, writer in self._writers.items():
+            writer.close()
+            scratch, shard = self._scratch(side), unit.output / self._shard(side)
+            with open(scratch, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(scratch, shard)
+            names = "".join(json.dumps(name) + "\n" for name in self._names[side]).encode()
+            write_file(unit.output / names_file(shard.name), names)
+            lengths = np.asarray(writer.lengths, np.uint32)
+            write_file(unit.lengths_file(side, self.number), lengths)
+            sides[side] = dict(self._counts[side]) | {
+                "file": shard.name,
+                "records": int(records_of(lengths).sum()),
+                "size": shard.stat().st_size,
+                "sha256": sha256_of(shard),
+            }
+        record = {
+            "last": last,
+            "records": self.records,
+            "bad": len(self.messages),
+            "messages": self.messages[:KEPT_MESSAGES],
+            "last_message": self.messages[-1] if self.messages else None,
+            "duplicates": self.duplicates,
+            "documents_of": dict(self._documents),
+            "source_sha256": _source_hashes(unit) if last else {},
+            "sides": sides,
+        }
+        write_file(unit.part_file(self.number), json.dumps(record).encode())
+
+
+def _source_hashes(unit: Unit) -> dict[str, str]:
+    """Returns the SHA-256 of the files that begin in a unit."""
+    hashes = {}
+    for piece in unit.pieces:
+        if piece.start == 0:
+            try:
+                with open_file(piece.file) as file:
+                    hashes[piece.file.path] = hashlib.file_digest(
+                        cast(io.BufferedReader, file), "sha256"
+                    ).hexdigest()
+            except OSError as e:
+                raise UserError(f"{piece.file.path}: cannot read it: {e.strerror or first_line(e)}") from e
+    return hashes

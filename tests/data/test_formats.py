@@ -1,0 +1,240 @@
+"""Every format gives the same documents, and every kind of damage is told by file and record."""
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cplm_jax.data.files import list_files, open_file
+from cplm_jax.data.formats import BadRecord, Document, Reading, kind_of, pieces_of, read_piece
+from cplm_jax.errors import UserError
+
+TEXTS = ["one\n", "zwei é 日本 🙂", "three \x00 \u2028 \ufeff", '{"text": "nested"}', "x" * 5000]
+READING = Reading("text", 10_000)
+
+
+def lines(texts=TEXTS, **more):
+    return "".join(json.dumps({"text": text, **more}) + "\n" for text in texts).encode()
+
+
+def frames(data, size):
+    """zstd in several frames, as parallel compressors write it."""
+    return b"".join(zstandard.compress(data[i : i + size]) for i in range(0, len(data), size))
+
+
+def parquet(texts=TEXTS, **options):
+    out = io.BytesIO()
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), out, row_group_size=2, **options)
+    return out.getvalue()
+
+
+def arrow(texts=TEXTS, kind=None):
+    out = io.BytesIO()
+    table = pa.table({"text": pa.array(texts, kind)})
+    with pa.ipc.new_stream(out, table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+    return out.getvalue()
+
+
+FORMATS = {
+    "a.jsonl": lines(),
+    "a.ndjson": lines(),
+    "a.jsonl.gz": gzip.compress(lines()),
+    "members.jsonl.gz": gzip.compress(lines(TEXTS[:2])) + gzip.compress(lines(TEXTS[2:])),
+    "a.jsonl.zst": zstandard.compress(lines()),
+    "frames.jsonl.zst": frames(lines(), 1000),
+    "windows.jsonl": b"\r\n\r\n".join(lines().splitlines()),
+    "a.parquet": parquet(),
+    "zstd.parquet": parquet(compression="zstd"),
+    "a.arrow": arrow(),
+    "large.arrow": arrow(kind=pa.large_string()),
+}
+
+
+def read(path, size=10**9, reading=READING):
+    (file,) = list_files([str(path)], "--paths")
+    pieces = [piece for piece, _ in pieces_of(file, size, reading)]
+    return [record for piece in pieces for record in read_piece(piece, reading)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [1, 700, 10**9])
+def test_every_format_gives_the_documents_however_it_is_cut(tmp_path, name, size):
+    (tmp_path / name).write_bytes(FORMATS[name])
+    found = read(tmp_path / name, size)
+    assert [record.text for record in found] == TEXTS
+    assert [record.data for record in found] == [text.encode() for text in TEXTS]
+    assert len({record.record for record in found}) == len(TEXTS)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=200), size=st.integers(1, 40))
+def test_cutting_lines_never_changes_them(tmp_path_factory, data, size):
+    path = tmp_path_factory.mktemp("cut") / "a.jsonl"
+    data = data.replace(b"{", b"\n")
+    path.write_bytes(data)
+    whole, cut = read(path), read(path, size)
+    assert len(whole) == len(cut) == sum(bool(line.strip()) for line in data.split(b"\n"))
+    if whole and len(data) <= size:
+        assert whole == cut
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.txt", TEXTS[1].encode()),
+        ("a.txt.gz", gzip.compress(TEXTS[1].encode())),
+        ("a.zst", zstandard.compress(TEXTS[1].encode())),
+    ],
+)
+def test_another_file_is_one_document(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    assert [record.text for record in read(tmp_path / name)] == [TEXTS[1]]
+
+
+BIG = lines(["y" * 400 + str(i) for i in range(500)])
+LONG = json.dumps({"text": "z" * 20_000}).encode()
+BAD = {
+    "not_utf8.txt": (b"fine \xff", "byte 5 is not valid UTF-8"),
+    "empty.txt": (b"", "is empty"),
+    "empty.jsonl": (lines(["a", ""]), "empty.jsonl:2", "is empty"),
+    "utf8.jsonl": (lines(["a"]) + b'{"text": "\xff"}\n', "utf8.jsonl:2", "UTF-8"),
+    "list.jsonl": (lines(["a"]) + b"[1]\n", "list.jsonl:2", "JSON object", "list"),
+    "syntax.jsonl": (lines(["a"]) + b'{"text": "b"\n', "syntax.jsonl:2", "not valid JSON"),
+    "field.jsonl": (lines(["a"]) + b'{"txt": "b"}\n', "field.jsonl:2", "no field 'text'", "'txt'"),
+    "type.jsonl": (lines(["a"]) + b'{"text": 5}\n', "type.jsonl:2", "is int, not text"),
+    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', "surrogate.jsonl:1", "surrogate"),
+    "long.jsonl": (lines(["a"]) + LONG + b"\n", "long.jsonl:2", "more than 10,000 bytes"),
+    "endless.jsonl": (lines(["a"]) + b"x" * 10**6, "endless.jsonl:2", "more than 10,000 bytes"),
+    "long.txt": (b"z" * 10_001, "long.txt", "more than 10,000 bytes"),
+    "long.parquet": (parquet(["a", "z" * 10_001]), "row 2", "more than 10,000 bytes"),
+    "long.jsonl.gz": (gzip.compress(LONG), "long.jsonl.gz:1", "more than 10,000 bytes"),
+    "cut.jsonl.gz": (gzip.compress(BIG)[:-20], "cut.jsonl.gz", "cut short after line"),
+    "cut.jsonl.zst": (zstandard.compress(BIG)[:-20], "cut.jsonl.zst", "cut short after line"),
+    "cut.txt.zst": (zstandard.compress(b"abc" * 1000)[:-2], "cut.txt.zst", "cut short"),
+    "flipped.jsonl.gz": (
+        gzip.compress(BIG)[:600] + b"\0" * 50 + gzip.compress(BIG)[650:],
+        "flipped.jsonl.gz",
+        "damaged",
+    ),
+    "not.jsonl.gz": (lines(), "not.jsonl.gz", "damaged"),
+    "not.jsonl.zst": (lines(), "not.jsonl.zst", "damaged"),
+    "null.parquet": (parquet(["a", None]), "row 2", "is null"),
+    "empty.parquet": (parquet(["a", ""]), "row 2", "is empty"),
+    "cut.arrow": (arrow(["w" * 900] * 50)[:-2000], "cut.arrow", "after row"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_data_is_told_by_file_and_record(tmp_path, name):
+    data, *fragments = BAD[name]
+    (tmp_path / name).write_bytes(data)
+    found = read(tmp_path / name)
+    bad = [record for record in found if isinstance(record, BadRecord)]
+    assert len(bad) == 1, found
+    for fragment in (str(tmp_path / name), *fragments):
+        assert fragment in bad[0].message
+    # What is good before a bad record, and after one that does not end the file, is still read.
+    assert all(isinstance(record, Document) for record in found if record is not bad[0])
+
+
+def test_records_after_a_bad_one_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(["a"]) + LONG + b"\n" + lines(["b"]) + b"{\n" + lines(["c"]))
+    found = read(tmp_path / "a.jsonl")
+    assert [r.text for r in found if isinstance(r, Document)] == ["a", "b", "c"]
+    assert sum(isinstance(r, BadRecord) for r in found) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "fragments"),
+    [
+        ("not.parquet", b"PAR1 nothing", ["not a Parquet file"]),
+        ("column.parquet", parquet(), ["no column 'body'", "'id', 'text'"]),
+        ("column.arrow", arrow(), ["no column 'body'", "'text'"]),
+    ],
+)
+def test_a_table_without_the_column_is_refused(tmp_path, name, data, fragments):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError) as caught:
+        read(tmp_path / name, reading=READING._replace(text_field="body"))
+    for fragment in (str(tmp_path / name), *fragments):
+        assert fragment in str(caught.value)
+
+
+def test_a_column_of_numbers_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(parquet())
+    with pytest.raises(UserError, match=r"column 'id' .* holds int64, not text"):
+        read(tmp_path / "a.parquet", reading=READING._replace(text_field="id"))
+
+
+def test_empty_documents_can_be_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(["", "a", ""]))
+    assert [r.text for r in read(tmp_path / "a.jsonl", reading=READING._replace(skip_empty=True))] == ["a"]
+
+
+def test_kinds():
+    assert kind_of("A.JSONL.GZ") == ("jsonl", "gzip")
+    assert kind_of("a.jsonl.zstd") == ("jsonl", "zstd")
+    assert kind_of("folder/a.parquet") == ("parquet", None)
+    assert kind_of("readme") == ("text", None)
+
+
+def save_dataset(folder: Path, files=("data-00000-of-00002.arrow", "data-00001-of-00002.arrow")):
+    """Writes what ``datasets.Dataset.save_to_disk`` does."""
+    folder.mkdir(parents=True)
+    for i, name in enumerate(files):
+        (folder / name).write_bytes(arrow([f"text {i}"]))
+    state = {"_data_files": [{"filename": name} for name in files], "_fingerprint": "0", "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_a_saved_dataset_stands_for_its_arrow_files(tmp_path):
+    save_dataset(tmp_path / "all" / "train")
+    found = list_files([str(tmp_path / "all")], "--paths")
+    assert [file.name for file in found] == [
+        "train/data-00000-of-00002.arrow",
+        "train/data-00001-of-00002.arrow",
+    ]
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(UserError, match=r"holds the splits of a dataset; name the one to read"):
+        list_files([str(tmp_path / "all")], "--paths")
+    (tmp_path / "all" / "train" / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"state\.json is not what datasets"):
+        list_files([str(tmp_path / "all" / "train")], "--paths")
+
+
+def test_urls_are_read_as_local_files_are(tmp_path):
+    files = {"a.jsonl": lines(["a"]), "sub/b.jsonl.gz": gzip.compress(lines(["b"])), ".hidden": b"h"}
+    memory = fsspec.filesystem("memory")
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+        memory.pipe(f"/bucket/{name}", data)
+    local = list_files([str(tmp_path)], "--paths")
+    for url in ("memory://bucket", f"file://{tmp_path}"):
+        found = list_files([url], "--paths")
+        assert [(f.name, f.size) for f in found] == [(f.name, f.size) for f in local]
+        for file, mine in zip(found, local, strict=True):
+            with open_file(file) as remote, open_file(mine) as here:
+                assert remote.read() == here.read()
+    assert [f.name for f in list_files(["memory://bucket/**/*.gz"], "--paths")] == ["sub/b.jsonl.gz"]
+    assert [f.name for f in list_files(["memory://bucket/a.jsonl"], "--paths")] == ["a.jsonl"]
+    assert [r.text for r in read_url("memory://bucket/sub/b.jsonl.gz")] == ["b"]
+    with pytest.raises(UserError, match="matches no file"):
+        list_files(["memory://bucket/none"], "--paths")
+    with pytest.raises(UserError, match=r"'nonsense://x' cannot be read here"):
+        list_files(["nonsense://x"], "--paths")
+
+
+def read_url(url):
+    (file,) = list_files([url], "--paths")
+    return [record for piece, _ in pieces_of(file, 100, READING) for record in read_piece(piece, READING)]
