@@ -36,7 +36,7 @@ Flags = dict[str, str]
 Row = dict[str, Any]
 
 BASELINE: Flags = {"model.copy_head": "null"}
-DEFAULT: Flags = {"model.copy_head.gate": "learned", "model.copy_head.alignment": "preceding"}
+DEFAULT: Flags = {"model.copy_head.gate": "shared_softmax", "model.copy_head.alignment": "both"}
 
 GATES = ("learned", "sentinel", "shared_softmax")
 ALIGNMENTS = ("preceding", "containing", "both")
@@ -69,7 +69,7 @@ MEMBERS = GRID | EXTRA
 GROUPS: dict[str, tuple[str, ...]] = {
     "grid": tuple(GRID),
     "extra": tuple(EXTRA),
-    "longer": ("baseline@4", "learned-preceding-1@4"),
+    "longer": ("baseline@4", "shared_softmax-both-1@4"),
 }
 
 # Column of the tables: suite and name of the figure in it.
@@ -79,6 +79,7 @@ COLUMNS = {
     "novel": ("validation", "loss_novel"),
     "novel detection": ("copying", "loss_novel_detection"),
     "novel identity": ("copying", "loss_novel_identity"),
+    "detection": ("copying", "loss_detection"),
     "accuracy": ("copying", "accuracy"),
     "novel accuracy": ("copying", "accuracy_novel"),
 }
