@@ -61,14 +61,14 @@ class CopyHeadConfig:
 
     gate: Literal[
         "learned", "sentinel", "shared_softmax", "confidence", "context_logits", "context_logits_sum"
-    ] = "learned"
+    ] = "shared_softmax"
     """Expression of the gate logit that weighs copying against the LM head: `learned` is a
     linear function of the state, `sentinel` compares the pointer with a learned vector,
     `shared_softmax` puts copy scores and logits under one softmax, `confidence` is `learned` plus
     learned multiples of the pointer's log-sum-exp and entropy. The other two are no gates but another
     mixture, slower, for comparison: `context_logits` adds the log-sum-exp, `context_logits_sum` the sum,
     of a token's copy scores to its logit before a single softmax."""
-    alignment: Literal["preceding", "containing", "both"] = "preceding"
+    alignment: Literal["preceding", "containing", "both"] = "both"
     """State from which a candidate token's key is made: `preceding`, the one that predicted
     it; `containing`, the one that has read it; `both`, the sum of two projections."""
     pointers: Positive = 1

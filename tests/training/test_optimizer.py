@@ -48,7 +48,11 @@ def test_wsd_whose_phases_overlap_is_refused():
 
 
 def test_matrices_alone_are_decayed():
-    model = ModelConfig(vocabulary_size=16, copy_head=CopyHeadConfig(), tied_embeddings=False)
+    model = ModelConfig(
+        vocabulary_size=16,
+        copy_head=CopyHeadConfig(gate="learned", alignment="preceding"),
+        tied_embeddings=False,
+    )
     definition = define_model(model)
     mask = decay_mask(definition.logical_axes)
     found = {
