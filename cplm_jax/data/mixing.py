@@ -70,7 +70,7 @@ class MixedRows:
         found = np.zeros(len(self.sources), np.int64)
         for number in numbers:
             source, row = self.locate(number)
-            found[source] += sum(part.stop - part.start for part in self.sources[source].parts(row))
+            found[source] += self.sources[source].targets_in(row)
         return found
 
     def rows(self, numbers: Sequence[int]) -> Rows:

@@ -97,6 +97,9 @@ class _Concatenated:
             start, which = end, which + 1
         return found
 
+    def size(self, row: int) -> int:
+        return min(self._length, int(self._ends[-1]) - row * self._length)
+
 
 class _BestFit:
     """An epoch's documents fitted into rows.
@@ -121,6 +124,7 @@ class _BestFit:
         keys %= total
         self._pieces = keys.astype(np.int32 if total < 2**31 else np.int64)
         self._starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
+        self._sizes = np.bincount(rows, sizes).astype(np.int32)
 
     @property
     def rows(self) -> int:
@@ -134,6 +138,9 @@ class _BestFit:
             start = (piece - int(self._first[place])) * self._length
             found.append(Part(document, start, min(start + self._length, int(self._predictions[document]))))
         return found
+
+    def size(self, row: int) -> int:
+        return int(self._sizes[row])
 
 
 def fit(sizes: np.ndarray, length: int) -> np.ndarray:
@@ -258,8 +265,7 @@ class PackedRows:
     def _stream(self, epoch: int) -> int:
         return epoch + (self._source << 40)
 
-    def parts(self, number: int) -> list[Part]:
-        """Returns what row ``number`` of the endless sequence of epochs consists of, in order."""
+    def _place(self, number: int) -> tuple[_Concatenated | _BestFit, int]:
         epoch, index = divmod(number, self.rows_per_epoch)
         if self._seed is not None:
             index = grain.experimental.index_shuffle(
@@ -268,7 +274,17 @@ class PackedRows:
                 seed=_row_seed(self._seed, self._stream(epoch)),
                 rounds=4,
             )
-        return self._layouts.get(epoch, self._make_layout).parts(index)
+        return self._layouts.get(epoch, self._make_layout), index
+
+    def parts(self, number: int) -> list[Part]:
+        """Returns what row ``number`` of the endless sequence of epochs consists of, in order."""
+        layout, index = self._place(number)
+        return layout.parts(index)
+
+    def targets_in(self, number: int) -> int:
+        """Returns the number of targets in row ``number`` of the endless sequence of epochs."""
+        layout, index = self._place(number)
+        return layout.size(index)
 
     def rows(self, numbers: Sequence[int | None]) -> Rows:
         """Returns rows of the endless sequence of epochs; None stands for a row of padding.

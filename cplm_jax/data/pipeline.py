@@ -82,9 +82,8 @@ class _LocalBatches(grain.sources.RandomAccessDataSource):
         first = int(index) * self._accumulation * self._part_rows
         parts = range(first, first + self._accumulation * self._part_rows, self._part_rows)
         local = self._rows.rows([part + column for part in parts for column in self._columns])
-        if len(self._rows.sources) > 1:
-            everywhere = range(first, first + self._accumulation * self._part_rows)
-            local["source_tokens"] = self._rows.targets_of(everywhere)
+        everywhere = range(first, first + self._accumulation * self._part_rows)
+        local["source_tokens"] = self._rows.targets_of(everywhere)
         return local
 
 
@@ -112,7 +111,7 @@ class TrainingBatches:
       config: ``prefetch`` and ``workers``.
 
     Attributes:
-      source_tokens: targets that the batches taken had from each source, if there are several.
+      source_tokens: targets that the batches taken had from each source, over all processes.
       seconds_waited: time that taking batches took, since this object was made.
     """
 
@@ -127,8 +126,7 @@ class TrainingBatches:
         self._prefetch, self._workers = config.prefetch, config.workers
         self.seconds_waited = 0.0
         self._iterator: Any = None
-        several = len(rows.sources) if len(rows.sources) > 1 else 0
-        self.set_state({"batches": 0, "source_tokens": [0] * several})
+        self.set_state({"batches": 0, "source_tokens": [0] * len(rows.sources)})
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Moves to a position that :meth:`get_state` returned."""
@@ -171,7 +169,7 @@ class TrainingBatches:
             raise UserError(str(e).partition("\n---")[0]) from e
         batch = Batch(**{name: self._place(local[name]) for name in Batch._fields})
         self._taken += 1
-        self.source_tokens = self.source_tokens + local.get("source_tokens", 0)
+        self.source_tokens = self.source_tokens + local["source_tokens"]
         self.seconds_waited += time.perf_counter() - began
         return batch
 

@@ -254,7 +254,7 @@ class _StepRecorder:
         Args:
           step: its number.
           step_metrics: what it returns, on the device.
-          source_tokens: tokens drawn from each source so far, if there are several.
+          source_tokens: target tokens drawn from each source so far.
         """
         self.flush()
         self._pending = step, step_metrics, source_tokens
@@ -291,9 +291,11 @@ class _StepRecorder:
             "tokens_per_second": rate,
             "data_wait": (run.batches.seconds_waited - self._waited_before) / self._seconds,
         }
-        if len(source_tokens):
-            names = [f"tokens/{source.name}" for source in run.setup.corpus.sources]
-            row |= dict(zip(names, source_tokens.tolist(), strict=True))
+        for source, packed, drawn in zip(
+            run.setup.corpus.sources, run.setup.train_rows.sources, source_tokens.tolist(), strict=True
+        ):
+            row[f"tokens/{source.name}"] = drawn
+            row[f"epochs/{source.name}"] = drawn / packed.predictions
         if run.config.model.copy_head is not None:
             row["gate"] = values["gate"]
         run._write(row)

@@ -68,6 +68,8 @@ def test_each_epoch_predicts_every_token_of_every_document_once_and_in_order(
     # Every (token, next token) of a document is there exactly once, and nothing across documents.
     assert sorted(pairs) == sorted(expected)
     assert rows.padding == pytest.approx(1 - mask.mean())
+    first = epoch * rows.rows_per_epoch
+    assert [rows.targets_in(first + i) for i in range(rows.rows_per_epoch)] == mask.sum(1).tolist()
     documents = [d.tolist() for d in store.documents]
     for row in range(rows.rows_per_epoch):
         tokens, segments = found["tokens"][row], found["segment_ids"][row]

@@ -17,6 +17,7 @@ from cplm_jax.data.formats import Reading
 from cplm_jax.data.pipeline import Batch
 from cplm_jax.data.preparation.plan import Settings
 from cplm_jax.data.preparation.prepare import prepare
+from cplm_jax.data.shards import read_manifest
 from cplm_jax.data.tokenizer import train_tokenizer
 from cplm_jax.errors import UserError
 from tests.data.streamed_batches import STEPS, open_stream
@@ -179,7 +180,12 @@ def test_training_on_prepared_sources(folders, tmp_path, capfd):
     assert "of the training positions are padding" in capfd.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for row in (row for row in rows if row["split"] == "train"):
-        assert row["tokens"] == sum(row[f"tokens/{Path(folder).name}"] for folder in folders)
+        names = [Path(folder).name for folder in folders]
+        assert row["tokens"] == sum(row[f"tokens/{name}"] for name in names)
+        for name, folder in zip(names, folders, strict=True):
+            part = read_manifest(Path(folder))["train"]
+            epochs = row[f"tokens/{name}"] / (part["tokens"] + part["documents"])
+            assert row[f"epochs/{name}"] == pytest.approx(epochs)
         assert 0 <= row["data_wait"] < 1
     details = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [source["name"] for source in details["sources"]] == ["out0", "out1"]
