@@ -340,6 +340,10 @@ def test_a_bad_record_ends_it_unless_it_may_be_skipped(bad_source, tokenizer, tm
         assert fragment in str(caught.value)
         assert str(tmp_path / "in") in str(caught.value)
         assert not (output / "manifest.json").exists()
+        # Once more the same: what was finished before still counts.
+        with pytest.raises(UserError) as again:
+            prepare(bad_source, tokenizer, output, settings, limit, processes)
+        assert str(tmp_path / "in") in str(again.value)
     manifest = prepare(bad_source, tokenizer, output, settings, 3, processes)
     assert manifest["skipped"]["bad_records"] == 3
     assert len(manifest["skipped"]["first_bad_records"]) == 3
@@ -539,3 +543,18 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     write_corpus(tmp_path / "corpus")
     with pytest.raises(UserError, match=r"there is no manifest\.json; give a folder that cplm prepare made"):
         read_manifest(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("work/thesis.tex", "x"), ("manifest.json", '{"name": "app"}'), ("manifest.json", "{")],
+)
+def test_a_folder_of_the_users_is_left_alone(source, tokenizer, tmp_path, name, content):
+    path = tmp_path / "mine" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    (tmp_path / "mine" / "download.partial").write_text("y")
+    with pytest.raises(UserError):
+        prepare(list_files([str(source)], "--paths"), tokenizer, tmp_path / "mine", SETTINGS)
+    assert path.read_text() == content
+    assert (tmp_path / "mine" / "download.partial").read_text() == "y"

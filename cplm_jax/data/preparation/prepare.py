@@ -39,6 +39,7 @@ from cplm_jax.data.shards import (
     RECORD_TOKENS,
     SIDES,
     lengths_file,
+    read_manifest,
     sha256_of,
     token_dtype,
     write_file,
@@ -97,7 +98,7 @@ def _claimed(output: Path) -> Iterator[None]:
     """Makes the folder and keeps other preparations out of it."""
     try:
         existing = {p.name for p in output.iterdir()} if output.is_dir() else set()
-        if (output.exists() and not output.is_dir()) or (existing and not existing & {MANIFEST, "work"}):
+        if (output.exists() and not output.is_dir()) or (existing and not _is_ours(output)):
             raise UserError(f"--output {output}: it exists already; choose another folder")
         (output / "work").mkdir(parents=True, exist_ok=True)
         lock = open(output / "work" / "lock", "ab")  # noqa: SIM115 - closed below
@@ -113,6 +114,18 @@ def _claimed(output: Path) -> Iterator[None]:
         yield
 
 
+def _is_ours(output: Path) -> bool:
+    """Returns whether a folder holds a preparation, finished or begun; only then may files be removed."""
+    work = output / "work"
+    if (work / "plan.json").is_file():
+        return "format_version" in read_record(work / "plan.json")
+    if (output / MANIFEST).is_file():
+        read_manifest(output)  # refuses another program's
+        return True
+    # A kill before the plan was written leaves the lock alone.
+    return [p.name for p in output.iterdir()] == ["work"] and {p.name for p in work.iterdir()} <= {"lock"}
+
+
 def _prepare(
     plan: Plan,
     tokenizer: Tokenizer,
@@ -125,7 +138,7 @@ def _prepare(
 ) -> dict[str, Any]:
     work = output / "work"
     if (output / MANIFEST).exists():
-        manifest = json.loads((output / MANIFEST).read_bytes())
+        manifest = read_manifest(output)
         _check_finished(manifest, plan, output)
         shutil.rmtree(work)
         report(f"{output} is finished already")
@@ -134,7 +147,7 @@ def _prepare(
         check_same(read_record(work / "plan.json"), plan, output)
     else:
         write_file(work / "plan.json", json.dumps(plan.record).encode())
-    for partial in [*output.glob("*.partial"), *work.glob("*.partial")]:
+    for partial in [*output.glob(".*.partial"), *work.glob("*.partial")]:
         partial.unlink(missing_ok=True)
     units = [Unit(i, pieces, settings, max_bad, output) for i, pieces in enumerate(plan.units)]
     report(
@@ -285,7 +298,11 @@ def _run(
     """Does ``work`` on all units."""
     left = [unit for unit in units if work is digest_unit or not is_finished(unit)]
     finished = [unit for unit in units if unit not in left]
-    bad = sum(part["bad"] for unit in finished for part in finished_parts(unit))
+    before = [part for unit in finished for part in finished_parts(unit)]
+    bad = sum(part["bad"] for part in before)
+    if units and work is not digest_unit:
+        messages = [part["last_message"] for part in before if part["last_message"]]
+        check_bad(bad, units[0].max_bad, messages[-1] if messages else "")
     finished_size = sum(plan.sizes[unit.number] for unit in finished)
     bar = tqdm(
         total=sum(plan.sizes[unit.number] for unit in units),
