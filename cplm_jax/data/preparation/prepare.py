@@ -122,8 +122,9 @@ def _is_ours(output: Path) -> bool:
     if (output / MANIFEST).is_file():
         read_manifest(output)  # refuses another program's
         return True
-    # A kill before the plan was written leaves the lock alone.
-    return [p.name for p in output.iterdir()] == ["work"] and {p.name for p in work.iterdir()} <= {"lock"}
+    # A kill before the plan was written leaves the lock, and perhaps a part of the plan.
+    begun = all(p.name == "lock" or p.name.startswith(".plan.json.") for p in work.glob("*"))
+    return [p.name for p in output.iterdir()] == ["work"] and begun
 
 
 def _prepare(
