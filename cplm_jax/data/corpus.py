@@ -150,6 +150,7 @@ def load_corpus(config: DataConfig, report: Callable[[str], None] = lambda _: No
     folder = prepared(files, text, fraction)
     if not held_out_files:
         return _join([(folder, "data.paths")], [])
+    _check_held_out(files, held_out_files, reading)
     held_out = prepared(held_out_files, _text_fingerprint(held_out_files, reading, 0.0, "held-out"), 0.0)
     return _join([(folder, "data.paths")], [], held_out)
 
@@ -165,6 +166,17 @@ def _join(
             raise UserError(
                 f"data.prepared: {folder} was prepared with another tokenizer (sha256 {sha256[:12]}) than "
                 f"{folders[0][0]} ({tokenizers[0][:12]}); prepare one of them with the other's tokenizer"
+            )
+    real = [folder.resolve() for folder, _ in folders]
+    fractions = [manifest["settings"]["validation_fraction"] for manifest in manifests]
+    for number, (folder, _) in enumerate(folders):
+        if real[number] in real[:number]:
+            raise UserError(f"data.prepared: {folder} is there twice; data.weights sets its share")
+        if fractions[number] != fractions[0]:
+            raise UserError(
+                f"data.prepared: {folder} was prepared with --validation_fraction {fractions[number]} and "
+                f"{folders[0][0]} with {fractions[0]}, so that what one holds out the other may train on; "
+                "prepare one of them again"
             )
     short = [Path(name).name for _, name in folders]
     names = [s if short.count(s) == 1 else name for s, (_, name) in zip(short, folders, strict=True)]
@@ -216,6 +228,19 @@ def _documents(files: Sequence[SourceFile], reading: Reading) -> Iterator[Docume
             if not isinstance(record, Document):
                 raise UserError(record.message)
             yield record
+
+
+def _check_held_out(files: Sequence[SourceFile], held_out: Sequence[SourceFile], reading: Reading) -> None:
+    """Raises :class:`UserError` if a held-out document has the text of one to train on."""
+    digests = {text_digest(document.data) for document in _documents(held_out, reading)}
+    for file in files:
+        for document in _documents([file], reading):
+            if text_digest(document.data) in digests:
+                where = f"{file.path} {document.record}".rstrip()
+                raise UserError(
+                    f"{where} has the text of a document of data.validation_paths; held-out text must not "
+                    "train, so take it out of one of them"
+                )
 
 
 def _held_out(document: Document, fraction: float) -> bool:

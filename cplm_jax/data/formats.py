@@ -125,7 +125,7 @@ def read_piece(
             if compression is None:
                 stream: BinaryIO = cast(BinaryIO, io.BufferedReader(counted, _BUFFER))
             elif compression == "gzip":
-                stream = cast(BinaryIO, io.BufferedReader(gzip.GzipFile(fileobj=counted), _BUFFER))
+                stream = cast(BinaryIO, io.BufferedReader(_Gzip(counted), _BUFFER))
             else:
                 stream = cast(BinaryIO, io.BufferedReader(_Zstd(counted), _BUFFER))
             for record in readers[kind](stream, piece, reading):
@@ -160,12 +160,28 @@ class _Counted(io.RawIOBase):
         return len(data)
 
 
+class _Gzip(gzip.GzipFile):
+    """Decompresses gzip; unlike Python's own, it takes an empty file for what it is, cut short."""
+
+    def __init__(self, raw: io.RawIOBase):
+        super().__init__(fileobj=cast(BinaryIO, raw))
+        self._raw, self._begun = raw, False
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        if count == 0 and not self._begun and self._raw.tell() == 0:
+            raise EOFError("the compressed data ends early")
+        self._begun = True
+        return count
+
+
 class _Zstd(io.RawIOBase):
     """Decompresses zstd frames; unlike zstandard's own stream, it notices that a file was cut short."""
 
     def __init__(self, raw: io.RawIOBase):
         self._raw = raw
         self._frame: Any = None
+        self._begun = False  # no file of zstd is empty
         self._rest = b""
         self._ready = memoryview(b"")
 
@@ -176,9 +192,10 @@ class _Zstd(io.RawIOBase):
         while not self._ready:
             data, self._rest = self._rest or self._raw.read(_BUFFER) or b"", b""
             if not data:
-                if self._frame is not None:
+                if self._frame is not None or not self._begun:
                     raise EOFError("the compressed data ends early")
                 return 0
+            self._begun = True
             if self._frame is None:
                 self._frame = zstandard.ZstdDecompressor().decompressobj()
             self._ready = memoryview(self._frame.decompress(data))

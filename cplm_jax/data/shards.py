@@ -141,8 +141,9 @@ class Documents:
             self.lengths: np.ndarray = np.load(path, mmap_mode="r" if described["documents"] else None)
         except ValueError as e:
             raise _damaged(path, first_line(e)) from e
-        if len(self.lengths) != described["documents"]:
-            raise _damaged(path, f"it has {len(self.lengths):,} lengths of {described['documents']:,}")
+        # A wrong length would shift, without a sign of it, what is read of all later documents.
+        if sha256_of(path) != described["lengths_sha256"]:
+            raise _damaged(path, "its sha256 is not the manifest's")
 
     def __reduce__(self) -> tuple[Any, ...]:  # another process opens the files itself
         return Documents, (self.folder, self.side, self._manifest)

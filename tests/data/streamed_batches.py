@@ -4,7 +4,6 @@ python streamed_batches.py PREPARED FROM_STATE TAKE OUTPUT [--section.field valu
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -56,9 +55,9 @@ def main():
     Path(f"{output}-{jax.process_index()}.json").write_text(json.dumps(stream.get_state()))
     np.savez(f"{output}-{jax.process_index()}.npz", **arrays)
     stream.close()
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()  # waits for the others, who would be ended with this process
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # JAX waits for the other process otherwise, which may have ended

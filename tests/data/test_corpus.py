@@ -14,6 +14,7 @@ from cplm_jax.data.formats import Document, Piece, Reading, read_piece
 from cplm_jax.data.preparation.units import is_held_out, text_digest
 from cplm_jax.data.shards import Span
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
+from cplm_jax.errors import UserError
 from tests.tiny import write_corpus
 
 
@@ -158,3 +159,11 @@ def test_standard_library_is_a_corpus_without_tests():
         record for file in files[:50] for record in read_piece(Piece(file, 0, None), Reading("text", 10**6))
     ]
     assert sum(isinstance(record, Document) for record in found) > 30
+
+
+def test_held_out_text_does_not_train_under_another_name(corpus_folder, tmp_path):
+    (tmp_path / "held_out").mkdir()
+    (tmp_path / "held_out" / "x.txt").write_text((corpus_folder / "003.txt").read_text())
+    config = settings_for(corpus_folder, tmp_path, validation_paths=[str(tmp_path / "held_out")])
+    with pytest.raises(UserError, match=r"003\.txt has the text of a document of data\.validation_paths"):
+        load_corpus(config)

@@ -127,6 +127,8 @@ BAD = {
     ),
     "not.jsonl.gz": (lines(), "not.jsonl.gz", "damaged"),
     "not.jsonl.zst": (lines(), "not.jsonl.zst", "damaged"),
+    "nothing.jsonl.zst": (b"", "nothing.jsonl.zst", "cut short"),
+    "nothing.jsonl.gz": (b"", "nothing.jsonl.gz", "cut short"),
     "null.parquet": (parquet(["a", None]), "row 2", "is null"),
     "empty.parquet": (parquet(["a", ""]), "row 2", "is empty"),
     "cut.arrow": (arrow(["w" * 900] * 50)[:-2000], "cut.arrow", "after row"),

@@ -210,6 +210,10 @@ def test_mistakes(folders, tmp_path, capfd):
     prepare(files, another, tmp_path / "nothing_held_out", SETTINGS._replace(validation_fraction=0))
     error = refused(capfd, [str(tmp_path / "nothing_held_out")])
     assert "no held-out document; prepare one of data.prepared with a larger" in error
+    prepare(files, another, tmp_path / "fraction", SETTINGS._replace(validation_fraction=0.3))
+    error = refused(capfd, [str(tmp_path / "other"), str(tmp_path / "fraction")])
+    assert "with --validation_fraction 0.3" in error
+    assert "is there twice" in refused(capfd, [folders[0], folders[0] + "/."])
     assert "give a folder that cplm prepare made" in refused(capfd, [str(tmp_path)])
     assert "data.prepared and data.paths are both set" in refused(capfd, folders, "--data.paths", "x")
     assert "data.weights has 1 numbers for 2 folders" in refused(capfd, folders, "--data.weights", "1")
@@ -224,7 +228,9 @@ def test_a_shard_deleted_while_training_is_told(folders, tmp_path, capfd):
     tokenizer = train_tokenizer([p.read_text() for p in corpus.iterdir()], 320, 10**6)
     prepare(list_files([str(corpus)], "--paths"), tokenizer, tmp_path / "out", SETTINGS)
     for workers in ("0", "1"):
-        stream = open_stream(flags_of([str(tmp_path / "out")] * 2, "concatenate", "--data.workers", workers))
+        flags = ["--data.prepared", str(tmp_path / "out"), "--data.workers", workers, "--mesh.data", "1"]
+        flags += ["--data.sequence_length", "32", "--train.batch_size", "8"]
+        stream = open_stream(flags)
         shard = next(iter((tmp_path / "out").glob("train-*.arrayrecord")))
         content = shard.read_bytes()
         shard.unlink()

@@ -460,22 +460,18 @@ def test_a_full_disk_is_a_failure_of_the_machine(source, tokenizer, tmp_path, mo
     assert_same_folder(output, prepared)
 
 
-def test_a_killed_worker_is_told(source, tokenizer, tmp_path):
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_told(source, tokenizer, tmp_path, monkeypatch, prepared):
     files = list_files([str(source)], "--paths")
-    killer = subprocess.Popen(
-        [
-            "bash",
-            "-c",
-            f"for i in $(seq 300); do pkill -9 -P {os.getpid()} -f spawn_main && exit; sleep 0.1; done",
-        ]
-    )
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "prepare_unit", killed)
         with pytest.raises(MachineError, match="was killed, perhaps for want of memory"):
             prepare(files, tokenizer, tmp_path / "out", SETTINGS, processes=2)
-    finally:
-        killer.kill()
-        killer.wait()
     prepare(files, tokenizer, tmp_path / "out", SETTINGS)
+    assert_same_folder(tmp_path / "out", prepared)
 
 
 # Damage afterwards
@@ -504,6 +500,15 @@ def test_missing_and_cut_files_are_found_before_training(damaged):
             open_train(damaged)
         path.write_bytes(content)
     open_train(damaged)
+
+
+def test_a_wrong_length_is_found(damaged):
+    path = damaged / "train.lengths.npy"
+    lengths = np.load(path)
+    lengths[5] -= 3
+    np.save(path, lengths)
+    with pytest.raises(UserError, match=r"train\.lengths\.npy: damaged"):
+        open_train(damaged)
 
 
 def test_a_damaged_shard_is_told_when_it_is_read(damaged):

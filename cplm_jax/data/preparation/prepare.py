@@ -282,9 +282,9 @@ def _work(work: _Work, unit: Unit) -> None:
 
 def _apply(work: _Work, unit: Unit, tokenizer: Tokenizer, counters: _Counters) -> None:
     if work is digest_unit:
-        digest_unit(unit, counters)
+        work(unit, counters)
     else:
-        prepare_unit(unit, tokenizer, counters)
+        work(unit, tokenizer, counters)
 
 
 def _run(
