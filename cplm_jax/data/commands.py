@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cplm_jax.command_line import CommandParser, number_between, path_word
-from cplm_jax.data.files import SourceFile, list_files
+from cplm_jax.data.files import SourceFile, check_apart, list_files
 from cplm_jax.data.formats import BadRecord, Piece, Reading, kind_of, read_piece
 from cplm_jax.data.preparation.plan import Settings
 from cplm_jax.data.preparation.prepare import prepare, summary
@@ -108,6 +108,7 @@ def prepare_command(arguments: Sequence[str]) -> int:
         _reading(options), options.validation_fraction, options.deduplicate, options.shard_tokens
     )
     tokenizer = Tokenizer.load(options.tokenizer, "--tokenizer")
+    check_apart(options.paths, "--paths", {"--output": options.output})
     files = list_files(options.paths, "--paths")
     manifest = prepare(files, tokenizer, output, settings, options.max_bad, options.processes, _say)
     _say(summary(manifest, output))

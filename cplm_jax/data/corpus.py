@@ -16,6 +16,7 @@ import numpy as np
 from cplm_jax.config import DataConfig
 from cplm_jax.data.files import SourceFile, list_files
 from cplm_jax.data.formats import Document, Piece, Reading, read_piece
+from cplm_jax.data.mixing import PERIOD
 from cplm_jax.data.preparation.plan import Settings
 from cplm_jax.data.preparation.prepare import prepare
 from cplm_jax.data.preparation.units import is_held_out, text_digest
@@ -213,13 +214,17 @@ def _join(
         tokenizer,
         tuple(
             Source(name, documents, weight)
-            for name, documents, weight in zip(
-                names, train, weights or [d.tokens + len(d) for d in train], strict=True
-            )
+            for name, documents, weight in zip(names, train, weights or _natural_weights(train), strict=True)
         ),
         HeldOut([part for part in validation if len(part)]),
         _digest([tokenizers[0], *([s["lengths_sha256"], [x["sha256"] for x in s["shards"]]] for s in sides)]),
     )
+
+
+def _natural_weights(sources: Sequence[Documents]) -> list[float]:
+    """Returns the number of targets of each source, and at least what gives it a row now and then."""
+    targets = [documents.tokens + len(documents) for documents in sources]
+    return [max(count, 2 * sum(targets) / PERIOD) for count in targets]
 
 
 def _documents(files: Sequence[SourceFile], reading: Reading) -> Iterator[Document]:

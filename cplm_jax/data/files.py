@@ -153,7 +153,10 @@ def _literal_part(pattern: Path) -> Path:
 
 
 # What a run or the cache writes; a glob that matches one of these would read it as a document.
-_WRITTEN = ("metrics.jsonl", "config.yaml", "run.json", "tokenizer.model", "tokens.bin", "meta.json")
+_WRITTEN = (
+    *("metrics.jsonl", "config.yaml", "run.json", "tokenizer.model", "tokenizer.json", "manifest.json"),
+    *("train-0.arrayrecord", "train-0.names.jsonl", "train.lengths.npy"),
+)
 
 
 def check_apart(paths: Sequence[str], field: str, written: Mapping[str, str]) -> None:
@@ -186,15 +189,24 @@ def _files_below(root: Path, field: str) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"{field}: cannot read {error.filename}: {error.strerror}") from error
 
-    for folder, folders, names in os.walk(root, onerror=refuse):
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        real = os.path.realpath(folder)
+        if real in seen:  # a link back up
+            folders[:] = []
+            continue
+        seen.add(real)
         arrow = _dataset_files(Path(folder), names, field)
         if arrow is not None:
             folders[:] = []
             yield from arrow
             continue
-        paths = (Path(folder, name) for name in names if not name.startswith("."))
-        yield from (path for path in paths if os.path.isfile(path))
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            if not path.exists():
+                raise UserError(f"{field}: {path} is a link to nothing; mend or remove it")
+            if path.is_file():
+                yield path
 
 
 def _dataset_files(folder: Path, names: Sequence[str], field: str) -> list[Path] | None:

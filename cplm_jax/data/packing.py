@@ -236,7 +236,7 @@ class PackedRows:
         self.predictions = int(self._predictions.sum())
         if seed is not None and self.predictions < sequence_length:
             raise UserError(
-                f"data.sequence_length = {sequence_length} is longer than the whole {name} text "
+                f"data.sequence_length = {sequence_length} is longer than the whole {name} "
                 f"({self.predictions} tokens with EOS); lower it or add documents"
             )
         self._is_control = np.zeros(max(tokenizer.size, tokenizer.pad_id + 1), bool)

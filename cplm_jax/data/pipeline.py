@@ -16,7 +16,7 @@ from cplm_jax.config import Config, DataConfig
 from cplm_jax.data.corpus import Corpus
 from cplm_jax.data.mixing import MixedRows
 from cplm_jax.data.packing import PackedRows, Rows
-from cplm_jax.errors import UserError
+from cplm_jax.errors import MachineError, UserError, first_line
 from cplm_jax.sharding import named_sharding
 
 
@@ -45,9 +45,17 @@ def make_rows(corpus: Corpus, config: Config) -> tuple[MixedRows, PackedRows]:
       UserError: if a source is shorter than a row, or has too little weight to be seen.
     """
     data, tokenizer = config.data, corpus.tokenizer
+    several = len(corpus.sources) > 1
+    names = [f"training text of {source.name}" if several else "training text" for source in corpus.sources]
     packed = [
         PackedRows(
-            source.documents, tokenizer, data.sequence_length, config.seed, "training", data.packing, number
+            source.documents,
+            tokenizer,
+            data.sequence_length,
+            config.seed,
+            names[number],
+            data.packing,
+            number,
         )
         for number, source in enumerate(corpus.sources)
     ]
@@ -57,7 +65,7 @@ def make_rows(corpus: Corpus, config: Config) -> tuple[MixedRows, PackedRows]:
 
 def held_out_rows(corpus: Corpus, config: Config) -> PackedRows:
     """Returns the rows that a run validates on: the held-out documents as they are stored, end to end."""
-    return PackedRows(corpus.validation, corpus.tokenizer, config.data.sequence_length, None, "held-out")
+    return PackedRows(corpus.validation, corpus.tokenizer, config.data.sequence_length, None, "held-out text")
 
 
 class _LocalBatches(grain.sources.RandomAccessDataSource):
@@ -167,6 +175,13 @@ class TrainingBatches:
             local = next(self._iterator)
         except UserError as e:  # Grain adds a remark about tracebacks
             raise UserError(str(e).partition("\n---")[0]) from e
+        except RuntimeError as e:
+            if not self._workers:
+                raise
+            raise MachineError(
+                f"a process of data.workers failed ({first_line(e)}), perhaps for want of memory; the same "
+                "command goes on from the newest checkpoint"
+            ) from e
         batch = Batch(**{name: self._place(local[name]) for name in Batch._fields})
         self._taken += 1
         self.source_tokens = self.source_tokens + local["source_tokens"]

@@ -24,7 +24,7 @@ import numpy as np
 from array_record.python import array_record_data_source
 from array_record.python import array_record_module as array_record  # type: ignore[attr-defined]
 
-from cplm_jax.errors import UserError, first_line
+from cplm_jax.errors import MachineError, UserError, first_line
 
 FORMAT = "cplm_jax documents"
 FORMAT_VERSION = 1
@@ -213,10 +213,27 @@ class Documents:
                 raise UserError(
                     f"{self.folder / bad['file']}: the shard is gone; restore it, or prepare the folder again"
                 ) from e
-            raise UserError(
-                f"{self.folder}: cannot read records of {self.side} documents: {first_line(e)}; a shard is "
-                f"damaged (sha256 in {MANIFEST} tells which); restore it, or prepare the folder again"
-            ) from e
+            raise self._failed(keys, e) from e
+
+    def _failed(self, keys: list[int], error: Exception) -> UserError | MachineError:
+        """Returns what went wrong with one of the records."""
+        if isinstance(error, OSError) or "Too many open files" in str(error):
+            return MachineError(
+                f"{self.folder}: cannot read a shard: {first_line(error)}; every one of its "
+                f"{len(self._shards):,} shards is kept open, so raise the limit of open files (ulimit -n)"
+            )
+        ends = np.cumsum([shard["records"] for shard in self._shards])
+        for key in keys:
+            try:
+                self._source[key]
+            except Exception as e:
+                shard = int(np.searchsorted(ends, key, side="right"))
+                record = key - int(ends[shard]) + self._shards[shard]["records"]
+                return UserError(
+                    f"{self.folder / self._shards[shard]['file']}: record {record:,} is damaged "
+                    f"({first_line(e)}); restore the shard, or prepare the folder again"
+                )
+        return UserError(f"{self.folder}: a shard was damaged while it was read: {first_line(error)}")
 
     def _unreadable(self, document: int, what: str) -> UserError:
         return UserError(

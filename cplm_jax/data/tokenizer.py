@@ -190,12 +190,20 @@ def train_tokenizer(
       option: where the size was set, for messages.
 
     Raises:
-      UserError: if the texts are too small for that many pieces.
+      UserError: if the texts are too small for that many pieces, or as ``texts`` raises it.
     """
     out = io.BytesIO()
+    failures: list[UserError] = []
+
+    def watched() -> Iterator[str]:  # sentencepiece makes another error of one that its input raises
+        try:
+            yield from _training_texts(texts, limit_bytes)
+        except UserError as e:
+            failures.append(e)
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_training_texts(texts, limit_bytes),
+            sentence_iterator=watched(),
             model_writer=out,
             model_type=kind,
             vocab_size=vocabulary_size,
@@ -214,10 +222,14 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as e:
+        if failures:
+            raise failures[0] from e
         raise UserError(
             f"{option} = {vocabulary_size}: the training text is too small for a "
             f"tokenizer of that size; lower it or add text (sentencepiece: {_last_line(e)})"
         ) from e
+    if failures:
+        raise failures[0]
     return Tokenizer(out.getvalue())
 
 

@@ -240,3 +240,16 @@ def test_urls_are_read_as_local_files_are(tmp_path):
 def read_url(url):
     (file,) = list_files([url], "--paths")
     return [record for piece, _ in pieces_of(file, 100, READING) for record in read_piece(piece, READING)]
+
+
+def test_links_are_followed_and_those_to_nothing_told(tmp_path):
+    (tmp_path / "disk2").mkdir()
+    (tmp_path / "disk2" / "b.txt").write_text("b")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a")
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "disk2")
+    (tmp_path / "disk2" / "back").symlink_to(tmp_path / "in")
+    assert [f.name for f in list_files([str(tmp_path / "in")], "--paths")] == ["a.txt", "more/b.txt"]
+    (tmp_path / "in" / "c.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"c\.txt is a link to nothing"):
+        list_files([str(tmp_path / "in")], "--paths")

@@ -206,3 +206,14 @@ def test_a_run_with_a_tokenizer_json(tmp_path, capfd):
     words = ["--checkpoint", str(tmp_path / "export"), "--prompt", "value", "--max_tokens", "3"]
     assert cli.run(cli.generate_command, words) == 0
     assert capfd.readouterr().out.splitlines()[-1].startswith("value")
+
+
+def test_a_bad_record_ends_the_training_of_a_tokenizer(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": TEXT}) + "\n[]\n" + json.dumps({"text": TEXT}) + "\n"
+    )
+    words = ["train", "--paths", tmp_path / "a.jsonl", "--output", tmp_path / "t.model"]
+    status, _, error = run(capsys, *words, "--vocabulary_size", "320")
+    assert status == 2
+    assert "a.jsonl:2: expected a JSON object" in error
+    assert run(capsys, *words, "--vocabulary_size", "320", "--max_bad", "1")[0] == 0

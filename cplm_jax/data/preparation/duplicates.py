@@ -42,8 +42,10 @@ def find_duplicates(units: Sequence[Unit], at_a_time: int = _AT_A_TIME) -> int:
         order = np.lexsort((key[:, 1], key[:, 0]))  # stable: of equal ones, the first in the input leads
         ordered = key[order]
         again = order[1:][(ordered[1:] == ordered[:-1]).all(axis=1)]
-        for number in np.unique(owner[again]):
-            found[number].append(place[again[owner[again] == number]])
+        again = again[np.argsort(owner[again], kind="stable")]
+        numbers, starts = np.unique(owner[again], return_index=True)
+        for number, mine in zip(numbers.tolist(), np.split(again, starts[1:]), strict=False):
+            found[number].append(place[mine])
     total = 0
     for unit, parts in zip(units, found, strict=True):
         numbers = np.sort(np.concatenate(parts)) if parts else np.zeros(0, np.int64)

@@ -51,7 +51,7 @@ def make_plan(files: Sequence[SourceFile], settings: Settings, tokenizer: Tokeni
     """Cuts the input into units.
 
     Raises:
-      UserError: if a file cannot be read, or two of them have one name.
+      UserError: if a file cannot be read.
     """
     units: list[list[Piece]] = [[]]
     sizes = [0]

@@ -5,10 +5,12 @@ import contextlib
 import fcntl
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +38,6 @@ from cplm_jax.data.shards import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST,
-    RECORD_TOKENS,
     SIDES,
     lengths_file,
     read_manifest,
@@ -196,7 +197,6 @@ def _finish(plan: Plan, units: Sequence[Unit], tokenizer: Tokenizer) -> dict[str
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "dtype": token_dtype(tokenizer.size).str,
-        "record_tokens": RECORD_TOKENS,
         "tokenizer": {
             "file": tokenizer.file_name,
             "sha256": tokenizer.sha256,
@@ -269,7 +269,16 @@ _process: tuple[_Counters, Tokenizer]  # of a worker, set when it starts
 def _start(counters: _Counters, proto: bytes) -> None:
     global _process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the work
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _process = counters, Tokenizer(proto)
+
+
+def _end_with_parent() -> None:
+    # A worker that waits for work does not notice that its parent was killed.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _work(work: _Work, unit: Unit) -> None:
@@ -298,7 +307,8 @@ def _run(
 ) -> None:
     """Does ``work`` on all units."""
     left = [unit for unit in units if work is digest_unit or not is_finished(unit)]
-    finished = [unit for unit in units if unit not in left]
+    undone = {unit.number for unit in left}
+    finished = [unit for unit in units if unit.number not in undone]
     before = [part for unit in finished for part in finished_parts(unit)]
     bad = sum(part["bad"] for part in before)
     if units and work is not digest_unit:
