@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import absl.flags
@@ -134,6 +135,7 @@ class TrainingBatches:
         self._prefetch, self._workers = config.prefetch, config.workers
         self.seconds_waited = 0.0
         self._iterator: Any = None
+        self._ahead: Future[tuple[Batch, np.ndarray]] | None = None
         self.set_state({"batches": 0, "source_tokens": [0] * len(rows.sources)})
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -149,10 +151,11 @@ class TrainingBatches:
     def close(self) -> None:
         """Ends the threads and processes that prepare batches; the next batch starts them again."""
         if self._iterator is not None:
+            self._placing.shutdown(cancel_futures=True)
             self._iterator.close()
-            self._iterator = None
+            self._iterator = self._ahead = None
 
-    def _start(self) -> Any:
+    def _start(self) -> None:
         options = grain.ReadOptions(num_threads=min(self._prefetch, 2), prefetch_buffer_size=self._prefetch)
         # Grain's own position depends on the number of workers, so a stream begins where it is needed.
         dataset: Any = grain.MapDataset.source(self._source)[self._taken :].to_iter_dataset(options)
@@ -162,15 +165,29 @@ class TrainingBatches:
             dataset = dataset.mp_prefetch(
                 grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=max(self._prefetch, 1))
             )
-        return iter(dataset)
+        self._iterator = iter(dataset)
+        self._placing = ThreadPoolExecutor(1, "placing batches")
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
+        if self._taken >= len(self._source):
+            raise StopIteration
         began = time.perf_counter()
         if self._iterator is None:
-            self._iterator = self._start()
+            self._start()
+        batch, drawn = self._make() if self._ahead is None else self._ahead.result()
+        self._taken += 1
+        self.source_tokens = self.source_tokens + drawn
+        self._ahead = None
+        if self._prefetch and self._taken < len(self._source):  # to the devices, while they compute
+            self._ahead = self._placing.submit(self._make)
+        self.seconds_waited += time.perf_counter() - began
+        return batch
+
+    def _make(self) -> tuple[Batch, np.ndarray]:
+        """Returns the next batch, on the devices, and its targets from each source."""
         try:
             local = next(self._iterator)
         except UserError as e:  # Grain adds a remark about tracebacks
@@ -182,11 +199,7 @@ class TrainingBatches:
                 f"a process of data.workers failed ({first_line(e)}), perhaps for want of memory; the same "
                 "command goes on from the newest checkpoint"
             ) from e
-        batch = Batch(**{name: self._place(local[name]) for name in Batch._fields})
-        self._taken += 1
-        self.source_tokens = self.source_tokens + local["source_tokens"]
-        self.seconds_waited += time.perf_counter() - began
-        return batch
+        return Batch(**{name: self._place(local[name]) for name in Batch._fields}), local["source_tokens"]
 
     def _place(self, local: np.ndarray) -> jax.Array:
         accumulation, _, length = self._shape
