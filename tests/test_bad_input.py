@@ -462,7 +462,7 @@ def damaged_cache(name: str, spoil: Callable[[Path], None]) -> None:
         cache = world.tmp / "cache"
         shutil.copytree(world.cache, cache)
         for folder in (cache / "tokens").iterdir():
-            spoil(folder / "train")
+            spoil(folder)
         return ["--data.cache_dir", str(cache)]
 
     add(f"cache_{name}", Case(make, ["{tmp}/cache/tokens/", "damaged", "delete"], inside=True))
@@ -478,12 +478,12 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-damaged_cache("truncated", lambda folder: truncate(folder / "tokens.bin"))
-damaged_cache("flipped", lambda folder: flip(folder / "tokens.bin"))
-damaged_cache("flipped_offsets", lambda folder: flip(folder / "offsets.npy"))
-damaged_cache("file_missing", lambda folder: (folder / "tokens.bin").unlink())
-damaged_cache("empty_file", lambda folder: (folder / "offsets.npy").write_bytes(b""))
-damaged_cache("other_json", lambda folder: (folder / "meta.json").write_text("[1]"))
+damaged_cache("truncated", lambda folder: truncate(folder / "train-00000-000.arrayrecord"))
+damaged_cache("flipped", lambda folder: flip(folder / "train-00000-000.arrayrecord"))
+damaged_cache("flipped_lengths", lambda folder: flip(folder / "train.lengths.npy"))
+damaged_cache("file_missing", lambda folder: (folder / "train-00000-000.arrayrecord").unlink())
+damaged_cache("empty_file", lambda folder: (folder / "train.lengths.npy").write_bytes(b""))
+damaged_cache("other_json", lambda folder: (folder / "manifest.json").write_text("[1]"))
 
 # ---------------------------------------------------------------- run directory
 

@@ -60,4 +60,4 @@ def test_differences_name_the_fields():
 
 
 def test_run_configuration_is_plain_yaml():
-    assert yaml.safe_load(to_yaml(Config()))["model"]["copy_head"]["gate"] == "learned"
+    assert yaml.safe_load(to_yaml(Config()))["model"]["copy_head"]["gate"] == "shared_softmax"

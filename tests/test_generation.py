@@ -86,9 +86,19 @@ def greedy(model, exact_next, prompt, count, eos=None):
 
 
 def test_a_text_ends_at_eos_and_the_others_go_on(model, exact_next, monkeypatch):
-    prompts = ["return self value_a1 value_a1", "token copy_b7 token copy"]
-    ids = greedy(model, exact_next, prompts[0], 12)
-    end = next(i for i in range(1, len(ids)) if ids[i] not in ids[:i])
+    words = [
+        "return self value_a1 value_a1",
+        "def index",
+        "print data layer_c3",
+        "for batch in",
+        "model paste",
+    ]
+    for first in words:  # one whose continuation changes, so that it can end there
+        ids = greedy(model, exact_next, first, 12)
+        ends = [i for i in range(1, len(ids)) if ids[i] not in ids[:i]]
+        if ends:
+            break
+    prompts, end = [first, "token copy_b7 token copy"], ends[0]
     monkeypatch.setattr(model.tokenizer, "eos_id", ids[end])
     other = greedy(model, exact_next, prompts[1], 12, ids[end])
     assert len(other) > end  # it does go on

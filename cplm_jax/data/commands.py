@@ -10,7 +10,8 @@ from cplm_jax.command_line import CommandParser, number_between, path_word
 from cplm_jax.data.files import SourceFile, check_apart, list_files
 from cplm_jax.data.formats import BadRecord, Piece, Reading, kind_of, read_piece
 from cplm_jax.data.preparation.plan import Settings
-from cplm_jax.data.preparation.prepare import prepare, summary
+from cplm_jax.data.preparation.prepare import prepare
+from cplm_jax.data.preparation.statistics import summary
 from cplm_jax.data.preparation.units import is_held_out, text_digest
 from cplm_jax.data.shards import read_manifest, write_file
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer

@@ -5,21 +5,16 @@ it, as a :class:`BadRecord` that says what; whether that ends the work or is ski
 decision. No reader holds more than a record and a buffer.
 """
 
-import gzip
-import io
 import itertools
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
-import zstandard
-
+from cplm_jax.data.compression import BUFFER, DAMAGED, decompressed
 from cplm_jax.data.files import SourceFile, open_file
 from cplm_jax.errors import UserError, first_line
 
-_BUFFER = 2**18
 _SUFFIX_KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -120,95 +115,12 @@ def read_piece(
     readers = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow}
     try:
         with ExitStack() as stack:
-            raw = stack.enter_context(open_file(piece.file))
-            counted = _Counted(raw, advance)
-            if compression is None:
-                stream: BinaryIO = cast(BinaryIO, io.BufferedReader(counted, _BUFFER))
-            elif compression == "gzip":
-                stream = cast(BinaryIO, io.BufferedReader(_Gzip(counted), _BUFFER))
-            else:
-                stream = cast(BinaryIO, io.BufferedReader(_Zstd(counted), _BUFFER))
+            stream = decompressed(stack.enter_context(open_file(piece.file)), compression, advance)
             for record in readers[kind](stream, piece, reading):
                 if not (reading.skip_empty and isinstance(record, BadRecord) and record.empty):
                     yield record
     except OSError as e:  # local or remote: permission, a lost mount
         raise UserError(f"{piece.file.path}: cannot read it: {e.strerror or first_line(e)}") from e
-
-
-class _Counted(io.RawIOBase):
-    """A readable file that tells how many bytes were read."""
-
-    def __init__(self, raw: BinaryIO, advance: Callable[[int], None]):
-        self._raw, self._advance = raw, advance
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._raw.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._raw.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._raw.read(len(buffer))
-        buffer[: len(data)] = data
-        self._advance(len(data))
-        return len(data)
-
-
-class _Gzip(gzip.GzipFile):
-    """Decompresses gzip; unlike Python's own, it takes an empty file for what it is, cut short."""
-
-    def __init__(self, raw: io.RawIOBase):
-        super().__init__(fileobj=cast(BinaryIO, raw))
-        self._raw, self._begun = raw, False
-
-    def readinto(self, buffer: Any) -> int:
-        count = super().readinto(buffer)
-        if count == 0 and not self._begun and self._raw.tell() == 0:
-            raise EOFError("the compressed data ends early")
-        self._begun = True
-        return count
-
-
-class _Zstd(io.RawIOBase):
-    """Decompresses zstd frames; unlike zstandard's own stream, it notices that a file was cut short."""
-
-    def __init__(self, raw: io.RawIOBase):
-        self._raw = raw
-        self._frame: Any = None
-        self._begun = False  # no file of zstd is empty
-        self._rest = b""
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            data, self._rest = self._rest or self._raw.read(_BUFFER) or b"", b""
-            if not data:
-                if self._frame is not None or not self._begun:
-                    raise EOFError("the compressed data ends early")
-                return 0
-            self._begun = True
-            if self._frame is None:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._ready = memoryview(self._frame.decompress(data))
-            if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-
-# What a decompressor raises for data that is cut short or damaged; gzip's own error is an OSError.
-_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 
 
 def _damaged(file: SourceFile, after: str, error: Exception) -> BadRecord:
@@ -246,7 +158,7 @@ def _read_text(stream: BinaryIO, piece: Piece, reading: Reading) -> Iterator[Doc
     path = piece.file.path
     try:
         data = stream.read(reading.max_document_bytes + 1)
-    except _DAMAGED as e:
+    except DAMAGED as e:
         yield _damaged(piece.file, "its beginning", e)
         return
     if len(data) > reading.max_document_bytes:
@@ -271,7 +183,7 @@ def _read_jsonl(stream: BinaryIO, piece: Piece, reading: Reading) -> Iterator[Do
             length = len(line)
             if length > reading.max_document_bytes and not line.endswith(b"\n"):
                 length += _skip_line(stream)
-        except _DAMAGED as e:
+        except DAMAGED as e:
             yield _damaged(piece.file, f"line {number - 1}", e)
             return
         if not line:
@@ -288,7 +200,7 @@ def _read_jsonl(stream: BinaryIO, piece: Piece, reading: Reading) -> Iterator[Do
 
 def _skip_line(stream: BinaryIO) -> int:
     skipped = 0
-    while part := stream.readline(_BUFFER):
+    while part := stream.readline(BUFFER):
         skipped += len(part)
         if part.endswith(b"\n"):
             break
@@ -381,7 +293,7 @@ def _read_parquet(stream: BinaryIO, piece: Piece, reading: Reading) -> Iterator[
             for record in _rows(batch.column(0), row, piece.file, reading):
                 row += 1
                 yield record
-    except (pa.ArrowException, OSError, *_DAMAGED) as e:
+    except (pa.ArrowException, OSError, *DAMAGED) as e:
         yield _damaged(piece.file, f"row {row}", e)
 
 
@@ -397,7 +309,7 @@ def _read_arrow(stream: BinaryIO, piece: Piece, reading: Reading) -> Iterator[Do
                 for record in _rows(column, row, piece.file, reading):
                     row += 1
                     yield record
-    except (pa.ArrowException, OSError, *_DAMAGED) as e:
+    except (pa.ArrowException, OSError, *DAMAGED) as e:
         yield _damaged(piece.file, f"row {row}", e)
 
 

@@ -87,6 +87,7 @@ class _Concatenated:
         self._ends = np.cumsum(predictions[order])
 
     def parts(self, row: int) -> list[Part]:
+        """Returns what a row of the epoch consists of."""
         start, found = row * self._length, []
         stop = min(start + self._length, int(self._ends[-1]))
         which = int(np.searchsorted(self._ends, start, side="right"))
@@ -98,6 +99,7 @@ class _Concatenated:
         return found
 
     def size(self, row: int) -> int:
+        """Returns the predictions of a row of the epoch."""
         return min(self._length, int(self._ends[-1]) - row * self._length)
 
 
@@ -128,9 +130,11 @@ class _BestFit:
 
     @property
     def rows(self) -> int:
+        """Number of rows of the epoch."""
         return len(self._starts) - 1
 
     def parts(self, row: int) -> list[Part]:
+        """Returns what a row of the epoch consists of."""
         found = []
         for piece in self._pieces[self._starts[row] : self._starts[row + 1]].tolist():
             place = int(np.searchsorted(self._first, piece, side="right")) - 1
@@ -140,6 +144,7 @@ class _BestFit:
         return found
 
     def size(self, row: int) -> int:
+        """Returns the predictions of a row of the epoch."""
         return int(self._sizes[row])
 
 

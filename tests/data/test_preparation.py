@@ -23,7 +23,8 @@ from cplm_jax.data.formats import Reading
 from cplm_jax.data.preparation import prepare as module
 from cplm_jax.data.preparation.duplicates import find_duplicates
 from cplm_jax.data.preparation.plan import Settings
-from cplm_jax.data.preparation.prepare import prepare, summary
+from cplm_jax.data.preparation.prepare import prepare
+from cplm_jax.data.preparation.statistics import summary
 from cplm_jax.data.preparation.units import is_held_out, text_digest
 from cplm_jax.data.shards import RECORD_TOKENS, Documents, Span, read_manifest, records_of
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer

@@ -22,7 +22,7 @@ def run(folder, *flags):
     trainer = Trainer(setup.config, setup.definition, setup.mesh)
     state, step = trainer.init(), trainer.compile_step()
     batches = TrainingBatches(
-        setup.train_rows, train.batch_size, train.accumulation, train.steps, setup.mesh, prefetch=0
+        setup.train_rows, train.batch_size, train.accumulation, train.steps, setup.mesh, setup.config.data
     )
     losses = []
     for _ in range(train.steps):

@@ -18,7 +18,7 @@ from cplm_jax.training.loop import Outcome, train
 from tests.tiny import tiny_config, tiny_settings, write_corpus, write_yaml
 
 ROOT = Path(__file__).parents[2]
-TIMING = ("step_seconds", "tokens_per_second")
+TIMING = ("step_seconds", "tokens_per_second", "data_wait")
 
 
 def rows(run):
@@ -207,7 +207,7 @@ def test_accumulated_gradients_equal_the_full_batchs(tmp_path, every):
 
     config = tiny_config(tmp_path)
     setup = set_up(config)
-    batch = next(TrainingBatches(setup.train_rows, 12, 1, 1, setup.mesh, 0))
+    batch = next(TrainingBatches(setup.train_rows, 12, 1, 1, setup.mesh, setup.config.data))
     mask = np.array(batch.loss_mask)
     mask[:, : 12 // every, 3:] = False
     batch = batch._replace(loss_mask=mask)

@@ -241,6 +241,7 @@ class _Counters:
         self._last = 0.0
 
     def add(self, documents: int, size: int) -> None:
+        """Counts documents, and bytes of input; others see it now and then."""
         self._documents += documents
         self._size += size
         now = time.monotonic()
@@ -249,15 +250,18 @@ class _Counters:
             self._last = now
 
     def flush(self) -> None:
+        """Lets other processes see all that was counted."""
         with self.values.get_lock():
             self.values[0] += self._documents
             self.values[1] += self._size
         self._documents = self._size = 0
 
     def stop(self) -> None:
+        """Ends the work of all processes."""
         self.values[2] = 1
 
     def check(self) -> None:
+        """Raises :class:`Stopped` if the work is over, or the parent is gone."""
         if self.values.get_obj()[2] or (os.getpid() != self.parent and os.getppid() != self.parent):
             raise Stopped
 
@@ -374,30 +378,3 @@ def _count_bad(unit: Unit, work: _Work, bad: int) -> int:
     message = next((part["last_message"] for part in reversed(parts) if part["last_message"]), "")
     check_bad(found, unit.max_bad, message)
     return found
-
-
-# Statistics
-
-
-def summary(manifest: dict[str, Any], output: Path) -> str:
-    """Returns what was prepared, in lines: sizes, lengths, and how much there is to copy."""
-    lines = []
-    for side in SIDES:
-        part = manifest[side]
-        if part["documents"] == 0:
-            lines.append(f"{side}: no documents")
-            continue
-        lengths = np.load(output / lengths_file(side))
-        points = np.quantile(lengths, [0.1, 0.5, 0.9, 0.99], method="nearest")
-        targets = part["tokens"] + part["documents"]
-        lines += [
-            f"{side}: {part['documents']:,} documents, {part['tokens']:,} tokens, {part['bytes']:,} bytes "
-            f"({part['tokens'] / part['bytes']:.3f} tokens per byte) in {len(part['shards']):,} shards",
-            f"  tokens of a document: mean {lengths.mean():,.0f}, 10% {points[0]:,}, median {points[1]:,}, "
-            f"90% {points[2]:,}, 99% {points[3]:,}, longest {lengths.max():,}",
-            f"  to copy: {part['repeated_targets'] / targets:.1%} of the targets occur earlier in their "
-            "document",
-        ]
-    skipped = manifest["skipped"]
-    lines.append(f"skipped: {skipped['bad_records']:,} bad records, {skipped['duplicates']:,} duplicates")
-    return "\n".join(lines)

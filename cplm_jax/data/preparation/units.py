@@ -171,6 +171,7 @@ class _Bad:
         self._limit, self._count = limit, count
 
     def add(self, record: BadRecord) -> None:
+        """Counts a record. Raises :class:`UserError` if it is one too many."""
         self._count += 1
         check_bad(self._count, self._limit, record.message)
 
@@ -205,9 +206,11 @@ class _Part:
 
     @property
     def full(self) -> bool:
+        """Whether the part has the tokens of a shard."""
         return self._counts["train"]["tokens"] >= self._unit.settings.shard_tokens
 
     def add(self, file: SourceFile, document: Document) -> None:
+        """Tokenises a document and adds it to its side."""
         held_out = is_held_out(text_digest(document.data), self._unit.settings.validation_fraction)
         side = "validation" if held_out else "train"
         if side not in self._writers:
@@ -225,6 +228,7 @@ class _Part:
         )
 
     def finish(self, last: bool) -> None:
+        """Makes the shards appear, and then the record of the part."""
         unit = self._unit
         sides: dict[str, Any] = {}
         for side, writer in self._writers.items():
