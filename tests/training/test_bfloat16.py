@@ -40,7 +40,8 @@ RICH = ("--model.copy_head.gate", "confidence", "--model.copy_head.pointers", "2
     "head", [(), RICH, ("--model.copy_head", "null")], ids=["default", "rich", "baseline"]
 )
 def test_loss_stays_within_one_percent_of_float32(folder, head):
-    steps = ("--train.steps", "200")
+    # With the package's own warm-up: a start at full speed is chaotic, whatever the precision.
+    steps = ("--train.steps", "200", "--optimizer.warmup_steps", "20")
     full = run(folder, *head, *steps)
     half = run(folder, *head, *steps, "--model.compute_dtype", "bfloat16")
     assert full[-10:].mean() < 0.8 * full[0]  # it learned something
