@@ -15,6 +15,9 @@ def run_on_devices(devices, module, *arguments):
         # Devices that share busy cores may take long to meet in a collective, which XLA takes for a deadlock.
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
         "--xla_cpu_collective_timeout_seconds=600 --xla_cpu_collective_call_terminate_timeout_seconds=600",
+        # XLA's threads, else as many as devices: each device may wait in several collectives at a time, and
+        # where all threads wait, nobody comes.
+        "NPROC": "64",
         "JAX_PLATFORMS": "cpu",
         # A program of several CPU devices that comes from the compilation cache may start its collectives
         # in another order on each, and wait for ever.
