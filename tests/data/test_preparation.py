@@ -225,7 +225,7 @@ def test_what_is_finished_is_not_done_again(source, tokenizer, prepared, tmp_pat
     done.clear()
     prepare(files, tokenizer, output, SETTINGS, report=messages.append)
     assert not done
-    assert messages == [f"{output} is finished already"]
+    assert messages == [f"{output} is finished already, from files of the same names and sizes"]
     assert_same_folder(output, prepared)
 
 
@@ -585,3 +585,25 @@ def test_workers_end_with_a_parent_that_is_killed(source, tokenizer, tmp_path):
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left()
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_input_that_changes_meanwhile_is_told(tokenizer, tmp_path, texts, monkeypatch, prefix):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    work = module.prepare_unit
+
+    def changing(unit, *rest):
+        work(unit, *rest)
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in reversed(texts)))
+
+    monkeypatch.setattr(module, "prepare_unit", changing)
+    with pytest.raises(UserError, match=r"a\.jsonl: changed while it was prepared"):
+        prepare(list_files([f"{prefix}{path}"], "--paths"), tokenizer, tmp_path / "out", SETTINGS)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_finished_folder_without_a_shard_is_not_called_finished(damaged, source, tokenizer):
+    next(damaged.glob("train-*.arrayrecord")).unlink()
+    with pytest.raises(UserError, match=r"arrayrecord: cannot read it: No such file"):
+        prepare(list_files([str(source)], "--paths"), tokenizer, damaged, SETTINGS)

@@ -76,8 +76,29 @@ def make_plan(files: Sequence[SourceFile], settings: Settings, tokenizer: Tokeni
     return Plan(list(files), units, sizes, record)
 
 
-def _changed(file: SourceFile) -> int | None:
-    return None if is_url(file.path) else os.stat(file.path).st_mtime_ns
+def _changed(file: SourceFile) -> int | str | None:
+    """Returns what differs once a file was changed, as far as can be told; None for a file that is gone."""
+    try:
+        if not is_url(file.path):
+            return os.stat(file.path).st_mtime_ns
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(file.path)
+        info = system.info(path)
+        names = ("size", "ETag", "etag", "generation", "mtime", "LastModified")
+        return repr([info.get(name) for name in names])
+    except OSError:
+        return None
+
+
+def check_unchanged(plan: Plan, output: Path) -> None:
+    """Raises :class:`UserError` if a source file was changed since the plan was made."""
+    for file, (name, _, then) in zip(plan.files, plan.record["sources"], strict=True):
+        if _changed(file) != then:
+            raise UserError(
+                f"{file.path}: changed while it was prepared, so that {output} may hold parts of "
+                f"both; remove {output} and prepare {name} again"
+            )
 
 
 def check_same(before: dict[str, Any], plan: Plan, output: Path) -> None:

@@ -23,7 +23,14 @@ from tqdm import tqdm
 
 from cplm_jax.data.files import SourceFile
 from cplm_jax.data.preparation.duplicates import find_duplicates
-from cplm_jax.data.preparation.plan import Plan, Settings, check_same, make_plan, read_record
+from cplm_jax.data.preparation.plan import (
+    Plan,
+    Settings,
+    check_same,
+    check_unchanged,
+    make_plan,
+    read_record,
+)
 from cplm_jax.data.preparation.units import (
     KEPT_MESSAGES,
     Stopped,
@@ -39,6 +46,7 @@ from cplm_jax.data.shards import (
     FORMAT_VERSION,
     MANIFEST,
     SIDES,
+    Documents,
     lengths_file,
     read_manifest,
     sha256_of,
@@ -143,7 +151,9 @@ def _prepare(
         manifest = read_manifest(output)
         _check_finished(manifest, plan, output)
         shutil.rmtree(work)
-        report(f"{output} is finished already")
+        for side in SIDES:
+            Documents(output, side, manifest)  # raises for a file that is missing or damaged
+        report(f"{output} is finished already, from files of the same names and sizes")
         return manifest
     if (work / "plan.json").exists():
         check_same(read_record(work / "plan.json"), plan, output)
@@ -162,6 +172,7 @@ def _prepare(
         if not all(unit.duplicates_file.exists() for unit in units):
             report(f"{find_duplicates(units):,} documents occurred before")
     _run("preparing", prepare_unit, units, plan, tokenizer, processes, quiet)
+    check_unchanged(plan, output)
     manifest = _finish(plan, units, tokenizer)
     shutil.rmtree(work)
     return manifest
