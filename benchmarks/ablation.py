@@ -125,9 +125,10 @@ class Run(NamedTuple):
     def matches(self, row: Row) -> bool:
         """Whether a line of the results file has this run's corpus (by name) and configuration.
 
-        Fields that the package did not have yet count as what is their default now.
+        Fields that the package did not have yet count as what is their default now; those that it does
+        not have any more do not count if they were not set.
         """
-        theirs = row["config"]
+        theirs = {path: value for path, value in row["config"].items() if path in FIELDS or value is not None}
         return (
             row["corpus"] == self.corpus
             and theirs.keys() <= self.fields.keys()
