@@ -79,12 +79,16 @@ def interrupt(process, run, step, number):
     return process.returncode, output
 
 
-def test_killed_and_stopped_run_equals_the_undisturbed_one(folder, config_file):
-    undisturbed = folder / "undisturbed"
-    process = start(config_file, undisturbed)
+@pytest.fixture(scope="module")
+def undisturbed(folder, config_file):
+    run = folder / "undisturbed"
+    process = start(config_file, run)
     process.communicate(timeout=300)
     assert process.returncode == 0
+    return run
 
+
+def test_killed_and_stopped_run_equals_the_undisturbed_one(folder, config_file, undisturbed):
     run = folder / "disturbed"
     status, _ = interrupt(start(config_file, run), run, 18, signal.SIGKILL)
     assert status == -signal.SIGKILL
@@ -111,7 +115,7 @@ def test_killed_and_stopped_run_equals_the_undisturbed_one(folder, config_file):
     assert rows(run) == rows(undisturbed)
 
 
-def test_signal_during_compilation_still_saves(folder, config_file):
+def test_signal_during_compilation_still_saves(folder, config_file, undisturbed):
     run = folder / "compilation"
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "empty")}
     command = [sys.executable, "train.py", "--config", str(config_file), "--run_dir", str(run)]
@@ -125,7 +129,7 @@ def test_signal_during_compilation_still_saves(folder, config_file):
     process = start(config_file, run, "--train.steps", "60")
     process.communicate(timeout=300)
     assert process.returncode == 0
-    assert rows(run) == rows(folder / "undisturbed")
+    assert rows(run) == rows(undisturbed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
