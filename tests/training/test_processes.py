@@ -67,10 +67,14 @@ SPLIT_MODEL = ("--mesh.data", "1", "--mesh.fsdp", "1", "--mesh.tensor", "2")
 SPLIT_ROWS = ("--mesh.data", "1", "--mesh.fsdp", "2")
 
 
-def test_two_processes_give_the_losses_of_one_and_stop_and_go_on_together(folder, config_file):
+@pytest.fixture(scope="module")
+def one(folder, config_file):
     statuses, outputs = finish(start(config_file, folder / "one", 1))
     assert statuses == [0], outputs
+    return losses(folder / "one")
 
+
+def test_two_processes_give_the_losses_of_one_and_stop_and_go_on_together(folder, config_file, one):
     run_dir = folder / "two"
     processes = start(config_file, run_dir, 2, *SPLIT_ROWS)
     deadline = time.monotonic() + 300
@@ -86,12 +90,12 @@ def test_two_processes_give_the_losses_of_one_and_stop_and_go_on_together(folder
     statuses, outputs = finish(start(config_file, run_dir, 2, *SPLIT_ROWS))
     assert statuses == [0, 0], outputs
     assert "going on from step" in outputs[0]
-    one, two = losses(folder / "one"), losses(run_dir)
+    two = losses(run_dir)
     assert one.keys() == two.keys()
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-4)
 
 
-def test_number_of_processes_may_change_between_two_parts_of_a_run(folder, config_file):
+def test_number_of_processes_may_change_between_two_parts_of_a_run(folder, config_file, one):
     run_dir = folder / "moved"
     statuses, outputs = finish(start(config_file, run_dir, 2, *SPLIT_MODEL))
     assert statuses == [0, 0], outputs
@@ -102,6 +106,4 @@ def test_number_of_processes_may_change_between_two_parts_of_a_run(folder, confi
     statuses, outputs = finish(start(config_file, run_dir, 1))
     assert statuses == [0], outputs
     assert "going on from step 20" in outputs[0]
-    np.testing.assert_allclose(
-        list(losses(run_dir).values()), list(losses(folder / "one").values()), rtol=1e-4
-    )
+    np.testing.assert_allclose(list(losses(run_dir).values()), list(one.values()), rtol=1e-4)
