@@ -9,6 +9,10 @@ from typing import Any, BinaryIO, cast
 import zstandard
 
 BUFFER = 2**18
+# Four bytes of zstd can stand for 128 KiB of text, so little of it is decompressed at a time.
+_ZSTD_BYTES = 2**12
+# What `zstd --long=31` needs, the most there is; memory is taken only if a file asks for it.
+_ZSTD_WINDOW = 2**31
 # What a decompressor raises for data that is cut short or damaged; gzip's own error is an OSError.
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 
@@ -77,7 +81,7 @@ class _Zstd(io.RawIOBase):
     """Decompresses zstd frames; unlike zstandard's own stream, it notices that a file was cut short."""
 
     def __init__(self, raw: io.RawIOBase):
-        self._raw = raw
+        self._raw = io.BufferedReader(raw, BUFFER)
         self._frame: Any = None
         self._begun = False  # no file of zstd is empty
         self._rest = b""
@@ -90,14 +94,14 @@ class _Zstd(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fills a buffer."""
         while not self._ready:
-            data, self._rest = self._rest or self._raw.read(BUFFER) or b"", b""
+            data, self._rest = self._rest or self._raw.read(_ZSTD_BYTES), b""
             if not data:
                 if self._frame is not None or not self._begun:
                     raise EOFError("the compressed data ends early")
                 return 0
             self._begun = True
             if self._frame is None:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
             self._ready = memoryview(self._frame.decompress(data))
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None

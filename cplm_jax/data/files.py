@@ -1,14 +1,16 @@
 """The files a corpus is made of: paths, folders, globs and URLs, and what lies behind them."""
 
+import contextlib
 import fnmatch
 import glob
+import io
 import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from cplm_jax.errors import UserError, first_line
 
@@ -67,7 +69,75 @@ def open_file(file: SourceFile) -> BinaryIO:
         return open(file.path, "rb")
     import fsspec
 
-    return cast(BinaryIO, fsspec.open(file.path, "rb").open())
+    return cast(BinaryIO, _Remote(lambda: fsspec.open(file.path, "rb").open()))
+
+
+def version_of(file: SourceFile) -> int | str | None:
+    """Returns what differs once a file was changed, as far as can be told; None for a file that is gone."""
+    try:
+        if not is_url(file.path):
+            return os.stat(file.path).st_mtime_ns
+        import fsspec
+
+        with _as_os_error():
+            system, path = fsspec.core.url_to_fs(file.path)
+            info = system.info(path)
+    except OSError:
+        return None
+    names = ("size", "ETag", "etag", "generation", "mtime", "LastModified")
+    return repr([info.get(name) for name in names])
+
+
+class _Remote(io.RawIOBase):
+    """A file behind a URL, all of whose errors are OSError: each file system of fsspec has its own.
+
+    Args:
+      opening: opens it.
+    """
+
+    def __init__(self, opening: Callable[[], BinaryIO]):
+        with _as_os_error():
+            self._file = opening()
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Moves in the file."""
+        with _as_os_error():
+            return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        """Returns the position in the file."""
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills a buffer."""
+        with _as_os_error():
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as e:
+        raise OSError(f"{type(e).__name__}: {first_line(e)}") from e
 
 
 def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
@@ -134,8 +204,11 @@ def _remote_files(pattern: str, field: str) -> list[SourceFile]:
         return []
     except (ImportError, ValueError) as e:
         raise UserError(f"{field}: {pattern!r} cannot be read here: {first_line(e)}") from e
-    except OSError as e:
-        raise UserError(f"{field}: cannot list {pattern}: {e.strerror or first_line(e)}") from e
+    except Exception as e:  # each file system has errors of its own
+        what = e.strerror if isinstance(e, OSError) and e.strerror else first_line(e)
+        raise UserError(
+            f"{field}: cannot list {pattern}: {what}; check the address, and your access to it"
+        ) from e
     files = []
     for path, info in listed.items():
         name = path[len(base) :].lstrip("/") or path.rpartition("/")[2]

@@ -5,11 +5,13 @@ it, as a :class:`BadRecord` that says what; whether that ends the work or is ski
 decision. No reader holds more than a record and a buffer.
 """
 
+import functools
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from cplm_jax.data.compression import BUFFER, DAMAGED, decompressed
 from cplm_jax.data.files import SourceFile, open_file
@@ -68,6 +70,9 @@ class Piece(NamedTuple):
     """End of the part; None for all the rest."""
 
 
+_Reader = Callable[[BinaryIO, Piece, Reading], Iterator[Document | BadRecord]]
+
+
 def kind_of(name: str) -> tuple[str, str | None]:
     """Returns the format (``text``, ``jsonl``, ``parquet``, ``arrow``) and compression of a file's name."""
     stem, compression = name.lower(), None
@@ -87,13 +92,18 @@ def pieces_of(file: SourceFile, size: int, reading: Reading) -> list[tuple[Piece
       The pieces, each with its bytes.
 
     Raises:
-      UserError: if the file is Parquet and its footer cannot be read or has no such column.
+      UserError: if the file is Parquet and is compressed, its footer cannot be read or has no such column.
     """
     kind, compression = kind_of(file.name)
     if kind == "jsonl" and compression is None:
         bounds = [*range(0, file.size, size), file.size]
         return [(Piece(file, a, b), b - a) for a, b in itertools.pairwise(bounds)] or [(Piece(file, 0, 0), 0)]
-    if kind == "parquet" and compression is None:
+    if kind == "parquet":
+        if compression is not None:
+            raise UserError(
+                f"{file.path}: Parquet is read from its end, which {compression} hides; decompress the file "
+                "(Parquet compresses by itself)"
+            )
         return _parquet_pieces(file, size, reading)
     return [(Piece(file, 0, None), file.size)]
 
@@ -112,10 +122,13 @@ def read_piece(
       UserError: if the file cannot be opened or read at all.
     """
     kind, compression = kind_of(piece.file.name)
-    readers = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow}
+    readers: dict[str, _Reader] = {"text": _read_text, "jsonl": _read_jsonl, "arrow": _read_arrow}
+    # The sizes of Parquet's pieces are those of its row groups decompressed, not of what is read.
+    readers["parquet"] = functools.partial(_read_parquet, advance=advance)
+    counted = advance if kind != "parquet" else lambda _: None
     try:
         with ExitStack() as stack:
-            stream = decompressed(stack.enter_context(open_file(piece.file)), compression, advance)
+            stream = decompressed(stack.enter_context(open_file(piece.file)), compression, counted)
             for record in readers[kind](stream, piece, reading):
                 if not (reading.skip_empty and isinstance(record, BadRecord) and record.empty):
                     yield record
@@ -277,22 +290,27 @@ def _parquet_pieces(file: SourceFile, size: int, reading: Reading) -> list[tuple
     return pieces or [(Piece(file, 0, 0), 0)]
 
 
-def _read_parquet(stream: BinaryIO, piece: Piece, reading: Reading) -> Iterator[Document | BadRecord]:
+def _read_parquet(
+    stream: BinaryIO, piece: Piece, reading: Reading, advance: Callable[[int], None]
+) -> Iterator[Document | BadRecord]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     row = 0
     try:
-        table = pq.ParquetFile(stream)
+        # Buffered, a column is read page by page, not a row group at a time.
+        table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
         _column(table.schema_arrow.names, piece.file, reading)
-        stop = table.num_row_groups if piece.stop is None else piece.stop
-        row = sum(table.metadata.row_group(i).num_rows for i in range(piece.start))
-        groups = list(range(piece.start, stop))
-        batches = table.iter_batches(64, row_groups=groups, columns=[reading.text_field], use_threads=False)
-        for batch in batches if groups else ():
-            for record in _rows(batch.column(0), row, piece.file, reading):
-                row += 1
-                yield record
+        groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
+        row = sum(group.num_rows for group in groups[: piece.start])
+        for number in range(piece.start, len(groups) if piece.stop is None else piece.stop):
+            size = groups[number].total_byte_size / max(groups[number].num_rows, 1)
+            columns = [reading.text_field]
+            for batch in table.iter_batches(64, row_groups=[number], columns=columns, use_threads=False):
+                for record in _rows(batch.column(0), row, piece.file, reading):
+                    row += 1
+                    yield record
+                advance(round(size * len(batch)))
     except (pa.ArrowException, OSError, *DAMAGED) as e:
         yield _damaged(piece.file, f"row {row}", e)
 
@@ -302,6 +320,9 @@ def _read_arrow(stream: BinaryIO, piece: Piece, reading: Reading) -> Iterator[Do
 
     row = 0
     try:
+        # A file of Arrow is a stream between a head of eight bytes and a footer.
+        if cast(io.BufferedReader, stream).peek(8)[:6] == b"ARROW1":
+            stream.read(8)
         with pa.ipc.open_stream(stream) as table:
             _column(table.schema.names, piece.file, reading)
             for batch in table:
@@ -317,13 +338,15 @@ def _rows(column: Any, first: int, file: SourceFile, reading: Reading) -> Iterat
     """Yields a batch of a table's column; rows count from 1, as lines do."""
     import pyarrow as pa
 
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise UserError(
-            f"{file.path}: column {reading.text_field!r} ({reading.text_option}) holds {column.type}, not "
-            "text; name another"
+            f"{file.path}: column {reading.text_field!r} ({reading.text_option}) holds {kind}, not text; "
+            "name another"
         )
-    large = pa.types.is_large_string(column.type)
-    for number, value in enumerate(column.cast(pa.large_binary() if large else pa.binary()), first + 1):
+    for number, value in enumerate(column.cast(pa.large_binary()), first + 1):
         where, data = f"{file.path}, row {number}", value.as_py()
         if data is None:
             yield BadRecord(f"{where}: column {reading.text_field!r} is null; mend or remove the row")

@@ -30,6 +30,8 @@ class HuggingFaceBackend:
       bos_id, eos_id, pad_id: the control tokens; no padding token is -1.
       control_ids: ids of all special tokens, and ids that no token has.
       piece_bytes: the bytes that each id stands for.
+      cuts_at_spaces, cuts_anywhere: whether a text may be given in parts that begin at a space, or
+        elsewhere.
 
     Raises:
       UserError: if the file is not a tokenizer, or has no BOS and EOS tokens of a known name.
@@ -73,10 +75,17 @@ class HuggingFaceBackend:
         for piece, i in vocabulary.items():
             if i not in self.control_ids:
                 self.piece_bytes[i] = _bytes_of(piece, by_level and i not in literal)
+        whole, first, second = (self._encode(text) for text in ("a b", "a", "b"))
+        self.cuts_anywhere = whole == first + self._encode(" b")
+        self._adds_space = not self.cuts_anywhere and whole == first + second
+        self.cuts_at_spaces = self.cuts_anywhere or self._adds_space
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of ``text``."""
+    def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode(self, text: str, begins: bool = True) -> list[int]:
+        """Returns the token ids of ``text``, or of a later part of a text."""
+        return self._encode(text[1:] if self._adds_space and not begins else text)
 
 
 def _has_byte_level(part: Any) -> bool:

@@ -2,11 +2,14 @@
 
 import hashlib
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from cplm_jax.data.huggingface_tokenizer import HuggingFaceBackend
 from cplm_jax.errors import UserError
@@ -41,8 +44,10 @@ class Tokenizer:
             self.file_name, backend = "tokenizer.json", HuggingFaceBackend(proto, where)
         else:
             self.file_name, backend = "tokenizer.model", SentencepieceBackend(proto, where)
-        self._encode = backend.encode
+        self._backend = backend
         self._bytes = backend.piece_bytes
+        crosses = any(_ACROSS.search(piece) for piece in backend.piece_bytes)
+        self._cuts = backend.cuts_at_spaces and not crosses
         self.size, self.bos_id, self.eos_id = backend.size, backend.bos_id, backend.eos_id
         # Padding is masked everywhere, so any id serves.
         self.pad_id = backend.eos_id if backend.pad_id < 0 else backend.pad_id
@@ -64,13 +69,14 @@ class Tokenizer:
         """Returns the token ids of ``text``, without BOS or EOS.
 
         A text of several :data:`_LONG_CHARACTERS` is split before a space that follows another character,
-        where no piece of a model that splits at white space crosses, so that memory does not grow with it.
+        so that memory does not grow with it, unless the tokenizer has a piece that crosses such a place.
         """
-        if len(text) <= _LONG_CHARACTERS:
-            return self._encode(text)
+        backend = self._backend
+        if len(text) <= _LONG_CHARACTERS or not self._cuts:
+            return backend.encode(text)
         ids: list[int] = []
-        for part in _parts(text):
-            ids += self._encode(part)
+        for number, part in enumerate(_parts(text, backend.cuts_anywhere)):
+            ids += backend.encode(part, begins=number == 0)
         return ids
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -92,16 +98,24 @@ class Tokenizer:
         return lengths
 
 
-def _parts(text: str) -> Iterator[str]:
+# A space after another character, since a run of white space may be one piece.
+_CUT = re.compile(r"(?<=\S) ")
+_ACROSS = re.compile(rb"\S ")
+
+
+def _parts(text: str, anywhere: bool) -> Iterator[str]:
+    """Yields a text in parts that begin at a space, or, if ``anywhere``, elsewhere where there is none."""
     start = 0
     while len(text) - start > _LONG_CHARACTERS:
         stop = start + _LONG_CHARACTERS
         cut = text.rfind(" ", start + 1, stop)
-        while cut > start and text[cut - 1].isspace():  # a run of white space may be one piece
+        while cut > start and text[cut - 1].isspace():
             cut = text.rfind(" ", start + 1, cut)
-        stop = cut if cut > start else stop
-        yield text[start:stop]
-        start = stop
+        if cut <= start:
+            found = None if anywhere else _CUT.search(text, stop)
+            cut = stop if anywhere else len(text) if found is None else found.start()
+        yield text[start:cut]
+        start = cut
     yield text[start:]
 
 
@@ -111,10 +125,14 @@ class SentencepieceBackend:
     Attributes:
       size, bos_id, eos_id, pad_id, control_ids: as in :class:`Tokenizer`; no padding token is -1.
       piece_bytes: the bytes that each id stands for.
+      cuts_at_spaces, cuts_anywhere: whether a text may be given in parts that begin at a space, or
+        elsewhere.
 
     Raises:
       UserError: if it is no model, or one without BOS, EOS or byte fallback.
     """
+
+    cuts_at_spaces = cuts_anywhere = True
 
     def __init__(self, proto: bytes, where: str):
         try:
@@ -144,6 +162,25 @@ class SentencepieceBackend:
             )
         self._space_ids = [byte_pieces[b] for b in _SPACE_BYTES]
         self.piece_bytes = [self._piece_bytes(i) for i in ids]
+        self._inside, self._at_space = self._continuing(proto)
+
+    def _continuing(self, proto: bytes) -> tuple[Any, Any]:
+        """Returns processors for a part that is not the first of its text, and for one after a space.
+
+        Models that add a space to the beginning of a text must not do so within it; but one that also
+        takes spaces away from there would lose a part's own.
+        """
+        model = sentencepiece_model_pb2.ModelProto.FromString(proto)
+        spec = model.normalizer_spec
+
+        def with_prefix(added: bool) -> Any:
+            if spec.add_dummy_prefix == added:
+                return self._processor
+            changed = sentencepiece_model_pb2.ModelProto.FromString(proto)
+            changed.normalizer_spec.add_dummy_prefix = added
+            return sentencepiece.SentencePieceProcessor(model_proto=changed.SerializeToString())
+
+        return with_prefix(False), with_prefix(spec.remove_extra_whitespaces)
 
     def _piece_bytes(self, i: int) -> bytes:
         if i in self.control_ids:
@@ -153,12 +190,13 @@ class SentencepieceBackend:
             return bytes([int(piece[3:5], 16)])
         return piece.replace(_SPACE, " ").encode("utf-8")
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of ``text``."""
+    def encode(self, text: str, begins: bool = True) -> list[int]:
+        """Returns the token ids of ``text``, or of a later part of a text."""
         first, *rest = text.split(_SPACE)
-        ids = self._processor.encode(first)
+        later = self._at_space if first.startswith(" ") else self._inside
+        ids = (self._processor if begins else later).encode(first)
         for part in rest:
-            ids += self._space_ids + self._processor.encode(part)
+            ids += self._space_ids + self._inside.encode(part)
         return ids
 
 

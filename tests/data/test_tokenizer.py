@@ -1,9 +1,11 @@
 """Tokenizers: long texts, Hugging Face's, and the commands that train and inspect them."""
 
+import io
 import json
 import random
 
 import pytest
+import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,18 +36,23 @@ def byte_level(specials=("<|endoftext|>",)):
     return made.to_str().encode()
 
 
-def byte_fallback():
-    """A tokenizer of Llama's kind: sentencepiece's pieces in a tokenizer.json."""
+def byte_fallback(prefix=False, across=False):
+    """A tokenizer of Llama's kind: sentencepiece's pieces in a tokenizer.json.
+
+    With ``prefix`` it adds a space to the beginning of a text; with ``across`` a piece spans two words.
+    """
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "▁a", "a", "b", "▁b", "ab"]
+    pieces += ["b▁a"] * across
     made = tokenizers.Tokenizer(
         models.BPE(
             {piece: i for i, piece in enumerate(pieces)},
-            [("▁", "a"), ("▁", "b"), ("a", "b")],
+            [("▁", "a"), ("▁", "b"), ("a", "b")] + [("b", "▁a")] * across,
             byte_fallback=True,
             unk_token="<unk>",
         )
     )
-    made.normalizer = normalizers.Replace(" ", "▁")
+    spaces = normalizers.Replace(" ", "▁")
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     made.add_special_tokens(["<unk>", "<s>", "</s>"])
     return made.to_str().encode()
@@ -105,21 +112,67 @@ def test_what_is_no_tokenizer_is_refused(data, fragment):
         Tokenizer(data)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "byte_level"])
+def sentencepiece_model(**options):
+    """A model as others train them, with a space added to the beginning of a text, for instance."""
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_writer=out,
+        vocab_size=350,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    return out.getvalue()
+
+
+LONG_KINDS = {
+    "ours": lambda: train_tokenizer([TEXT], 350, 10**6).proto,
+    "sentencepiece": lambda: sentencepiece_model(remove_extra_whitespaces=False),
+    "sentencepiece that strips": lambda: sentencepiece_model(),
+    "sentencepiece that strips, no prefix": lambda: sentencepiece_model(add_dummy_prefix=False),
+    "byte_level": lambda: KINDS["byte_level"],
+    "prefixed": lambda: byte_fallback(prefix=True),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_KINDS)
 def test_a_long_text_is_split_where_no_piece_crosses(monkeypatch, kind):
-    tokenizer = train_tokenizer([TEXT], 350, 10**6) if kind == "sentencepiece" else Tokenizer(KINDS[kind])
+    tokenizer = Tokenizer(LONG_KINDS[kind]())
     rng = random.Random(0)
     words = ["self", "return  ", "value", "   ", "\n    ", "été", "x", "[index]"]
     text = " ".join(rng.choice(words) for _ in range(3000))
     whole = tokenizer.encode(text)
     monkeypatch.setattr(module, "_LONG_CHARACTERS", 500)
-    assert len(list(module._parts(text))) > 20
-    assert "".join(module._parts(text)) == text
+    parts = []
+    encode = tokenizer._backend.encode
+    monkeypatch.setattr(tokenizer._backend, "encode", lambda part, **how: parts.append(part) or encode(part, **how))
     assert tokenizer.encode(text) == whole
+    assert len(parts) > 20
+    assert "".join(parts) == text
     # Without a place to cut, a text is still had back.
     solid = "abcdefgh" * 500
-    assert tokenizer.decode(tokenizer.encode(solid)) == solid
-    assert all(len(part) <= 500 for part in module._parts("a" + " " * 2000))
+    assert tokenizer.decode(tokenizer.encode(solid)).removeprefix(" ") == solid
+    assert all(len(part) <= 500 for part in module._parts("a" + " " * 2000, anywhere=True))
+    solid += " a" * 1000
+    assert [*module._parts(solid, anywhere=False)][:2] == [solid[:4000], solid[4000:4498]]
+
+
+def test_a_text_is_not_cut_by_a_tokenizer_that_looks_beyond_words(monkeypatch):
+    tokenizer = Tokenizer(byte_fallback(across=True))
+    text = "a b " * 1000
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr(module, "_LONG_CHARACTERS", 500)
+    assert tokenizer.encode(text) == whole
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LONG_KINDS if "sentencepiece" in kind])
+def test_the_character_that_stands_for_a_space_brings_none(kind):
+    tokenizer = Tokenizer(LONG_KINDS[kind]())
+    for text in ("value▁value", "a▁▁b", "self▁"):
+        assert tokenizer.decode(tokenizer.encode(text)).removeprefix(" ") == text
 
 
 def run(capsys, *words):

@@ -5,12 +5,11 @@ becomes shards of its own. So the shards do not depend on how many processes mak
 """
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cplm_jax.data.files import SourceFile, is_url
+from cplm_jax.data.files import SourceFile, version_of
 from cplm_jax.data.formats import Piece, Reading, pieces_of
 from cplm_jax.data.shards import FORMAT_VERSION
 from cplm_jax.data.tokenizer import Tokenizer
@@ -71,30 +70,15 @@ def make_plan(files: Sequence[SourceFile], settings: Settings, tokenizer: Tokeni
         "deduplicate": settings.deduplicate,
         "shard_tokens": settings.shard_tokens,
         "unit_bytes": settings.unit_bytes,
-        "sources": [[file.name, file.size, _changed(file)] for file in files],
+        "sources": [[file.name, file.size, version_of(file)] for file in files],
     }
     return Plan(list(files), units, sizes, record)
-
-
-def _changed(file: SourceFile) -> int | str | None:
-    """Returns what differs once a file was changed, as far as can be told; None for a file that is gone."""
-    try:
-        if not is_url(file.path):
-            return os.stat(file.path).st_mtime_ns
-        import fsspec
-
-        system, path = fsspec.core.url_to_fs(file.path)
-        info = system.info(path)
-        names = ("size", "ETag", "etag", "generation", "mtime", "LastModified")
-        return repr([info.get(name) for name in names])
-    except OSError:
-        return None
 
 
 def check_unchanged(plan: Plan, output: Path) -> None:
     """Raises :class:`UserError` if a source file was changed since the plan was made."""
     for file, (name, _, then) in zip(plan.files, plan.record["sources"], strict=True):
-        if _changed(file) != then:
+        if version_of(file) != then:
             raise UserError(
                 f"{file.path}: changed while it was prepared, so that {output} may hold parts of "
                 f"both; remove {output} and prepare {name} again"
