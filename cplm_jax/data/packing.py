@@ -44,11 +44,11 @@ class Recent(Generic[_T]):
     def get(self, number: int, make: Callable[[int], _T]) -> _T:
         """Returns ``make(number)``."""
         with self._lock:
-            if number not in self._found:
-                self._found[number] = make(number)
-                if len(self._found) > self._keep:
-                    del self._found[next(iter(self._found))]
-            return self._found[number]
+            result = self._found.pop(number) if number in self._found else make(number)
+            self._found[number] = result  # the last in order, so that the first was not asked for longest
+            if len(self._found) > self._keep:
+                del self._found[next(iter(self._found))]
+            return result
 
     def __reduce__(self) -> tuple[type["Recent"], tuple[int]]:
         return Recent, (self._keep,)

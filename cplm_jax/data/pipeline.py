@@ -1,6 +1,7 @@
 """Grain pipelines: global batches for training and validation, placed on a mesh."""
 
 import functools
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,6 +106,11 @@ def local_columns(sharding: NamedSharding, shape: tuple[int, int, int]) -> list[
     return sorted(held)
 
 
+def _leave_interrupts_to_parent(worker: int, workers: int) -> None:
+    del worker, workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class TrainingBatches:
     """A resumable stream of global training batches.
 
@@ -163,7 +169,8 @@ class TrainingBatches:
             # Grain reads absl's flags in its workers, which only absl's own main function parses.
             absl.flags.FLAGS.mark_as_parsed()
             dataset = dataset.mp_prefetch(
-                grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=max(self._prefetch, 1))
+                grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=max(self._prefetch, 1)),
+                _leave_interrupts_to_parent,
             )
         self._iterator = iter(dataset)
         self._placing = ThreadPoolExecutor(1, "placing batches")

@@ -11,10 +11,12 @@ A document is one record, or several of :data:`RECORD_TOKENS` tokens each if it 
 of a long document is read without the rest. Records are little-endian token ids without BOS and EOS.
 """
 
+import array
 import hashlib
 import itertools
 import json
 import os
+import resource
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +33,8 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 RECORD_TOKENS = 16_384
 SIDES = ("train", "validation")
+# Open files of a process besides shards: devices, sockets, checkpoints.
+_OTHER_FILES = 1024
 # A group of one record makes random access cheap; token ids hardly compress.
 WRITER_OPTIONS = "group_size:1,uncompressed"
 
@@ -69,9 +73,22 @@ def write_file(path: Path, data: bytes | np.ndarray) -> None:
             file.write(data)
         else:
             np.save(file, data)
-        file.flush()
-        os.fsync(file.fileno())
+    make_appear(scratch, path)
+
+
+def make_appear(scratch: Path, path: Path) -> None:
+    """Gives a finished file its name, such that not even a loss of power leaves a part of it there."""
+    _sync(scratch)
     os.replace(scratch, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class ShardWriter:
@@ -85,7 +102,7 @@ class ShardWriter:
     def __init__(self, path: Path, dtype: np.dtype):
         self._dtype = dtype
         self._writer = array_record.ArrayRecordWriter(str(path), WRITER_OPTIONS)
-        self.lengths: list[int] = []
+        self.lengths = array.array("I")
 
     def add(self, tokens: np.ndarray) -> None:
         """Appends a document."""
@@ -168,6 +185,7 @@ class Documents:
 
     @cached_property
     def _source(self) -> Any:
+        _allow_open_files(len(self._shards))
         # Told how many records there are, the source opens a shard when it first reads from it.
         return array_record_data_source.ArrayRecordDataSource(
             [_Instruction(str(self.folder / s["file"]), 0, s["records"], s["records"]) for s in self._shards]
@@ -220,7 +238,8 @@ class Documents:
         if isinstance(error, OSError) or "Too many open files" in str(error):
             return MachineError(
                 f"{self.folder}: cannot read a shard: {first_line(error)}; every one of its "
-                f"{len(self._shards):,} shards is kept open, so raise the limit of open files (ulimit -n)"
+                f"{len(self._shards):,} shards is kept open, so raise the hard limit of open files (ulimit "
+                "-Hn)"
             )
         ends = np.cumsum([shard["records"] for shard in self._shards])
         for key in keys:
@@ -240,6 +259,20 @@ class Documents:
             f"{self.folder}: {self.side} document {document:,} ({self.label(document)}) cannot be read: "
             f"{what}; prepare the folder again"
         )
+
+
+_allowed = 0
+
+
+def _allow_open_files(more: int) -> None:
+    """Raises this process's soft limit of open files by ``more``, as far as the hard one allows."""
+    global _allowed
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _allowed += more
+    wanted = _allowed + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class _Instruction(NamedTuple):

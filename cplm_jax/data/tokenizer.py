@@ -170,13 +170,13 @@ class SentencepieceBackend:
         Models that add a space to the beginning of a text must not do so within it; but one that also
         takes spaces away from there would lose a part's own.
         """
-        model = sentencepiece_model_pb2.ModelProto.FromString(proto)
-        spec = model.normalizer_spec
+        parse = sentencepiece_model_pb2.ModelProto.FromString  # type: ignore[attr-defined]
+        spec = parse(proto).normalizer_spec
 
         def with_prefix(added: bool) -> Any:
             if spec.add_dummy_prefix == added:
                 return self._processor
-            changed = sentencepiece_model_pb2.ModelProto.FromString(proto)
+            changed = parse(proto)
             changed.normalizer_spec.add_dummy_prefix = added
             return sentencepiece.SentencePieceProcessor(model_proto=changed.SerializeToString())
 

@@ -148,7 +148,9 @@ def test_a_long_text_is_split_where_no_piece_crosses(monkeypatch, kind):
     monkeypatch.setattr(module, "_LONG_CHARACTERS", 500)
     parts = []
     encode = tokenizer._backend.encode
-    monkeypatch.setattr(tokenizer._backend, "encode", lambda part, **how: parts.append(part) or encode(part, **how))
+    monkeypatch.setattr(
+        tokenizer._backend, "encode", lambda part, **how: parts.append(part) or encode(part, **how)
+    )
     assert tokenizer.encode(text) == whole
     assert len(parts) > 20
     assert "".join(parts) == text

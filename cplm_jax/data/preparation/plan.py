@@ -15,7 +15,9 @@ from cplm_jax.data.shards import FORMAT_VERSION
 from cplm_jax.data.tokenizer import Tokenizer
 from cplm_jax.errors import UserError
 
-UNIT_BYTES = 64 * 2**20
+# Shards are open files and units are shards, so large inputs have larger units, not ever more of them.
+_UNIT_BYTES = 64 * 2**20
+_UNITS = 1000
 
 
 class Settings(NamedTuple):
@@ -29,8 +31,8 @@ class Settings(NamedTuple):
     """Whether only the first of equal documents is kept."""
     shard_tokens: int
     """Training tokens from which a shard is full."""
-    unit_bytes: int = UNIT_BYTES
-    """Bytes of input from which a unit is full."""
+    unit_bytes: int | None = None
+    """Bytes of input from which a unit is full; None for what suits the size of the input."""
 
 
 class Plan(NamedTuple):
@@ -52,11 +54,12 @@ def make_plan(files: Sequence[SourceFile], settings: Settings, tokenizer: Tokeni
     Raises:
       UserError: if a file cannot be read.
     """
+    unit_bytes = settings.unit_bytes or max(_UNIT_BYTES, sum(file.size for file in files) // _UNITS)
     units: list[list[Piece]] = [[]]
     sizes = [0]
     for file in files:
-        for piece, size in pieces_of(file, settings.unit_bytes, settings.reading):
-            if units[-1] and sizes[-1] + size > settings.unit_bytes:
+        for piece, size in pieces_of(file, unit_bytes, settings.reading):
+            if units[-1] and sizes[-1] + size > unit_bytes:
                 units.append([])
                 sizes.append(0)
             units[-1].append(piece)
@@ -69,7 +72,7 @@ def make_plan(files: Sequence[SourceFile], settings: Settings, tokenizer: Tokeni
         "validation_fraction": settings.validation_fraction,
         "deduplicate": settings.deduplicate,
         "shard_tokens": settings.shard_tokens,
-        "unit_bytes": settings.unit_bytes,
+        "unit_bytes": unit_bytes,
         "sources": [[file.name, file.size, version_of(file)] for file in files],
     }
     return Plan(list(files), units, sizes, record)

@@ -148,9 +148,9 @@ def _prepare(
 ) -> dict[str, Any]:
     work = output / "work"
     if (output / MANIFEST).exists():
+        shutil.rmtree(work)
         manifest = read_manifest(output)
         _check_finished(manifest, plan, output)
-        shutil.rmtree(work)
         for side in SIDES:
             Documents(output, side, manifest)  # raises for a file that is missing or damaged
         report(f"{output} is finished already, from files of the same names and sizes")
@@ -243,11 +243,16 @@ def _finish(plan: Plan, units: Sequence[Unit], tokenizer: Tokenizer) -> dict[str
 
 
 class _Counters:
-    """Progress of all processes, and the sign to stop."""
+    """Progress of all processes, and the sign to stop.
 
-    def __init__(self, context: Any = multiprocessing):
+    Args:
+      context: makes what the processes share.
+      shown: called now and then, in the process that counts.
+    """
+
+    def __init__(self, context: Any = multiprocessing, shown: Callable[["_Counters"], None] | None = None):
         self.values = context.Array("q", 3)
-        self.parent = os.getpid()
+        self.parent, self._shown = os.getpid(), shown
         self._documents = self._size = 0
         self._last = 0.0
 
@@ -266,6 +271,8 @@ class _Counters:
             self.values[0] += self._documents
             self.values[1] += self._size
         self._documents = self._size = 0
+        if self._shown is not None:
+            self._shown(self)
 
     def stop(self) -> None:
         """Ends the work of all processes."""
@@ -350,11 +357,10 @@ def _run(
             bar.update(finished_size + size - bar.n)
 
         if processes == 1:
-            counters = _Counters()
+            counters = _Counters(shown=show)
             for unit in left:
                 _apply(work, unit, tokenizer, counters)
                 counters.flush()
-                show(counters)
                 bad = _count_bad(unit, work, bad)
             return
         context = multiprocessing.get_context("spawn")

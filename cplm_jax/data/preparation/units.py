@@ -19,8 +19,8 @@ from cplm_jax.data.files import SourceFile, open_file
 from cplm_jax.data.formats import BadRecord, Document, Piece, read_piece
 from cplm_jax.data.preparation.plan import Settings
 from cplm_jax.data.shards import (
-    SIDES,
     ShardWriter,
+    make_appear,
     names_file,
     records_of,
     sha256_of,
@@ -115,6 +115,7 @@ def digest_unit(unit: Unit, progress: Progress) -> None:
             bad.add(record)
         else:
             digests += text_digest(record.data)
+            progress.add(1, 0)
     array = np.frombuffer(bytes(digests), ">u8").reshape(-1, 2)
     write_file(unit.digests_file, array)
 
@@ -143,7 +144,7 @@ def prepare_unit(unit: Unit, tokenizer: Tokenizer, progress: Progress) -> None:
         part.records += 1
         if isinstance(record, BadRecord):
             bad.add(record)
-            part.messages.append(record.message)
+            part.add_bad(record)
             continue
         good += 1
         if good - 1 in duplicates:
@@ -185,41 +186,23 @@ def check_bad(count: int, limit: int, message: str) -> None:
     raise UserError(f"{message} (more than --max_bad {limit:,} bad records)")
 
 
-class _Part:
-    """A part of a unit that becomes a shard of each side."""
+class _Shard:
+    """A shard of a part that is being written, and the names of its documents."""
 
-    def __init__(self, unit: Unit, number: int, tokenizer: Tokenizer):
-        self.number, self.records, self.duplicates = number, 0, 0
-        self.messages: list[str] = []
-        self._unit, self._tokenizer = unit, tokenizer
-        self._dtype = token_dtype(tokenizer.size)
-        self._writers: dict[str, ShardWriter] = {}
-        self._counts: dict[str, Counter[str]] = {side: Counter() for side in SIDES}
-        self._names: dict[str, list[str]] = {side: [] for side in SIDES}
-        self._documents: Counter[str] = Counter()
+    def __init__(self, unit: Unit, side: str, part: int, dtype: np.dtype):
+        self.counts: Counter[str] = Counter()
+        self._unit, self._side, self._part = unit, side, part
+        self._name = f"{side}-{unit.number:05}-{part:03}.arrayrecord"
+        self._scratch = unit.work / f"{self._name}.{os.getpid()}.partial"
+        self._writer = ShardWriter(self._scratch, dtype)
+        self._names_scratch = unit.work / f"{names_file(self._name)}.{os.getpid()}.partial"
+        self._names = open(self._names_scratch, "wb")  # noqa: SIM115 - closed in finish
 
-    def _shard(self, side: str) -> str:
-        return f"{side}-{self._unit.number:05}-{self.number:03}.arrayrecord"
-
-    def _scratch(self, side: str) -> Path:
-        return self._unit.work / f"{self._shard(side)}.{os.getpid()}.partial"
-
-    @property
-    def full(self) -> bool:
-        """Whether the part has the tokens of a shard."""
-        return self._counts["train"]["tokens"] >= self._unit.settings.shard_tokens
-
-    def add(self, file: SourceFile, document: Document) -> None:
-        """Tokenises a document and adds it to its side."""
-        held_out = is_held_out(text_digest(document.data), self._unit.settings.validation_fraction)
-        side = "validation" if held_out else "train"
-        if side not in self._writers:
-            self._writers[side] = ShardWriter(self._scratch(side), self._dtype)
-        tokens = np.asarray(self._tokenizer.encode(document.text), np.int64)
-        self._writers[side].add(tokens)
-        self._documents[file.path] += 1
-        self._names[side].append(f"{file.name} {document.record}".rstrip())
-        self._counts[side].update(
+    def add(self, name: str, document: Document, tokens: np.ndarray) -> None:
+        """Appends a document."""
+        self._writer.add(tokens)
+        self._names.write(json.dumps(name).encode() + b"\n")
+        self.counts.update(
             documents=1,
             tokens=len(tokens),
             bytes=len(document.data),
@@ -227,38 +210,75 @@ class _Part:
             repeated_targets=len(tokens) - len(np.unique(tokens)),
         )
 
+    def finish(self) -> dict[str, Any]:
+        """Makes the files appear, and returns what the manifest says of them."""
+        self._writer.close()
+        self._names.close()
+        shard = self._unit.output / self._name
+        names = shard.with_name(names_file(self._name))
+        make_appear(self._scratch, shard)
+        make_appear(self._names_scratch, names)
+        lengths = np.frombuffer(self._writer.lengths, np.uint32)
+        write_file(self._unit.lengths_file(self._side, self._part), lengths)
+        return dict(self.counts) | {
+            "file": shard.name,
+            "records": int(records_of(lengths).sum()),
+            "size": shard.stat().st_size,
+            "sha256": sha256_of(shard),
+            "names_sha256": sha256_of(names),
+        }
+
+
+class _Part:
+    """A part of a unit that becomes a shard of each side."""
+
+    def __init__(self, unit: Unit, number: int, tokenizer: Tokenizer):
+        self.number, self.records, self.duplicates = number, 0, 0
+        self._bad = 0
+        self._messages: list[str] = []
+        self._last_message: str | None = None
+        self._unit, self._tokenizer = unit, tokenizer
+        self._dtype = token_dtype(tokenizer.size)
+        self._shards: dict[str, _Shard] = {}
+        self._documents: Counter[str] = Counter()
+
+    @property
+    def full(self) -> bool:
+        """Whether the part has the tokens of a shard."""
+        train = self._shards.get("train")
+        return train is not None and train.counts["tokens"] >= self._unit.settings.shard_tokens
+
+    def add(self, file: SourceFile, document: Document) -> None:
+        """Tokenises a document and adds it to its side."""
+        held_out = is_held_out(text_digest(document.data), self._unit.settings.validation_fraction)
+        side = "validation" if held_out else "train"
+        if side not in self._shards:
+            self._shards[side] = _Shard(self._unit, side, self.number, self._dtype)
+        tokens = np.asarray(self._tokenizer.encode(document.text), np.int64)
+        self._shards[side].add(f"{file.name} {document.record}".rstrip(), document, tokens)
+        self._documents[file.path] += 1
+
+    def add_bad(self, record: BadRecord) -> None:
+        """Counts a bad record that is skipped."""
+        self._bad += 1
+        self._last_message = record.message
+        if len(self._messages) < KEPT_MESSAGES:
+            self._messages.append(record.message)
+
     def finish(self, last: bool) -> None:
         """Makes the shards appear, and then the record of the part."""
-        unit = self._unit
-        sides: dict[str, Any] = {}
-        for side, writer in self._writers.items():
-            writer.close()
-            scratch, shard = self._scratch(side), unit.output / self._shard(side)
-            with open(scratch, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(scratch, shard)
-            names = "".join(json.dumps(name) + "\n" for name in self._names[side]).encode()
-            write_file(unit.output / names_file(shard.name), names)
-            lengths = np.asarray(writer.lengths, np.uint32)
-            write_file(unit.lengths_file(side, self.number), lengths)
-            sides[side] = dict(self._counts[side]) | {
-                "file": shard.name,
-                "records": int(records_of(lengths).sum()),
-                "size": shard.stat().st_size,
-                "sha256": sha256_of(shard),
-            }
         record = {
             "last": last,
             "records": self.records,
-            "bad": len(self.messages),
-            "messages": self.messages[:KEPT_MESSAGES],
-            "last_message": self.messages[-1] if self.messages else None,
+            "bad": self._bad,
+            "messages": self._messages,
+            "last_message": self._last_message,
             "duplicates": self.duplicates,
             "documents_of": dict(self._documents),
-            "source_sha256": _source_hashes(unit) if last else {},
-            "sides": sides,
+            "source_sha256": _source_hashes(self._unit) if last else {},
+            "sides": {side: shard.finish() for side, shard in self._shards.items()},
         }
-        write_file(unit.part_file(self.number), json.dumps(record).encode())
+        write_file(self._unit.part_file(self.number), json.dumps(record).encode())
 
 
 def _source_hashes(unit: Unit) -> dict[str, str]:
