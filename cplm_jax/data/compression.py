@@ -10,7 +10,7 @@ import zstandard
 
 BUFFER = 2**18
 # Four bytes of zstd can stand for 128 KiB of text, so little of it is decompressed at a time.
-_ZSTD_BYTES = 2**12
+_ZSTD_BYTES = 2**10
 # What `zstd --long=31` needs, the most there is; memory is taken only if a file asks for it.
 _ZSTD_WINDOW = 2**31
 # What a decompressor raises for data that is cut short or damaged; gzip's own error is an OSError.

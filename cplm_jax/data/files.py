@@ -137,7 +137,7 @@ def _as_os_error() -> Iterator[None]:
     except OSError:
         raise
     except Exception as e:
-        raise OSError(f"{type(e).__name__}: {first_line(e)}") from e
+        raise OSError(first_line(e)) from e
 
 
 def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:

@@ -2,6 +2,7 @@
 
 import functools
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -168,6 +169,11 @@ class TrainingBatches:
         if self._workers:
             # Grain reads absl's flags in its workers, which only absl's own main function parses.
             absl.flags.FLAGS.mark_as_parsed()
+            # Through pipes: shared memory that a stop leaves behind is not given back, and containers have
+            # as little as 64 MiB of it.
+            dataset = grain.experimental.WithOptionsIterDataset(
+                dataset, grain.experimental.DatasetOptions(min_shm_size=sys.maxsize)
+            )
             dataset = dataset.mp_prefetch(
                 grain.MultiprocessingOptions(self._workers, per_worker_buffer_size=max(self._prefetch, 1)),
                 _leave_interrupts_to_parent,

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import tracemalloc
 from pathlib import Path
 
 import fsspec
@@ -13,8 +14,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cplm_jax.data.files import list_files, open_file
-from cplm_jax.data.formats import BadRecord, Document, Reading, kind_of, pieces_of, read_piece
+from cplm_jax.data.compression import decompressed
+from cplm_jax.data.files import list_files, open_file, version_of
+from cplm_jax.data.formats import BadRecord, Document, Piece, Reading, kind_of, pieces_of, read_piece
 from cplm_jax.errors import UserError
 
 TEXTS = ["one\n", "zwei é 日本 🙂", "three \x00 \u2028 \ufeff", '{"text": "nested"}', "x" * 5000]
@@ -36,12 +38,19 @@ def parquet(texts=TEXTS, **options):
     return out.getvalue()
 
 
-def arrow(texts=TEXTS, kind=None):
+def arrow(texts=TEXTS, kind=None, new=pa.ipc.new_stream):
     out = io.BytesIO()
     table = pa.table({"text": pa.array(texts, kind)})
-    with pa.ipc.new_stream(out, table.schema) as stream:
+    with new(out, table.schema) as stream:
         stream.write_table(table, max_chunksize=2)
     return out.getvalue()
+
+
+def wide_window(data):
+    """zstd that needs more memory than the default allows, as ``zstd --long=31`` writes it."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=31, write_content_size=0)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return stream.compress(data) + stream.flush()
 
 
 FORMATS = {
@@ -56,6 +65,12 @@ FORMATS = {
     "zstd.parquet": parquet(compression="zstd"),
     "a.arrow": arrow(),
     "large.arrow": arrow(kind=pa.large_string()),
+    "view.arrow": arrow(kind=pa.string_view()),
+    "a.arrow.gz": gzip.compress(arrow()),
+    "file.arrow": arrow(new=pa.ipc.new_file),
+    "dictionary.arrow": arrow(kind=pa.dictionary(pa.int32(), pa.string())),
+    "dictionary.file.arrow": arrow(kind=pa.dictionary(pa.int32(), pa.string()), new=pa.ipc.new_file),
+    "long.jsonl.zst": wide_window(lines()),
 }
 
 
@@ -177,6 +192,48 @@ def test_a_column_of_numbers_is_refused(tmp_path):
         read(tmp_path / "a.parquet", reading=READING._replace(text_field="id"))
 
 
+def test_compressed_parquet_is_refused(tmp_path):
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(parquet()))
+    with pytest.raises(UserError, match=r"a\.parquet\.gz: Parquet is read from its end.*; decompress"):
+        read(tmp_path / "a.parquet.gz")
+
+
+def test_little_is_decompressed_at_a_time(tmp_path):
+    size = 2**28
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(b"x" * size))
+    (file,) = list_files([str(tmp_path)], "--paths")
+    tracemalloc.start()
+    with open_file(file) as raw:
+        stream = decompressed(raw, "zstd", lambda _: None)
+        assert sum(len(part) for part in iter(lambda: stream.read(2**16), b"")) == size
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**27
+
+
+def test_row_groups_are_not_held(tmp_path):
+    texts = [f"{i} " + "x" * 1000 for i in range(20_000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=len(texts))
+    before, peak, found = pa.total_allocated_bytes(), 0, 0
+    (file,) = list_files([str(tmp_path)], "--paths")
+    for record in read_piece(Piece(file, 0, None), READING):
+        found += isinstance(record, Document)
+        peak = max(peak, pa.total_allocated_bytes() - before)
+    assert found == len(texts)
+    assert peak < 2**23
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_progress_adds_up_to_the_size(tmp_path, name):
+    (tmp_path / name).write_bytes(FORMATS[name])
+    (file,) = list_files([str(tmp_path / name)], "--paths")
+    read_bytes = []
+    pieces = pieces_of(file, 10**9, READING)
+    for piece, _ in pieces:
+        assert list(read_piece(piece, READING, read_bytes.append))
+    assert sum(read_bytes) == pytest.approx(sum(size for _, size in pieces), abs=10)
+
+
 def test_empty_documents_can_be_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(["", "a", ""]))
     assert [r.text for r in read(tmp_path / "a.jsonl", reading=READING._replace(skip_empty=True))] == ["a"]
@@ -235,6 +292,29 @@ def test_urls_are_read_as_local_files_are(tmp_path):
         list_files(["memory://bucket/none"], "--paths")
     with pytest.raises(UserError, match=r"'nonsense://x' cannot be read here"):
         list_files(["nonsense://x"], "--paths")
+
+
+class TokenExpiredError(Exception):
+    """An error that only its file system knows."""
+
+
+def test_errors_of_a_file_system_are_told(monkeypatch):
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/errors/a.jsonl", lines(["a"]))
+    (file,) = list_files(["memory://errors"], "--paths")
+
+    def refuse(*_args, **_named):
+        raise TokenExpiredError("log in again")
+
+    for method in ("open", "_open"):
+        monkeypatch.setattr(type(memory), method, refuse)
+    with pytest.raises(UserError, match=r"a\.jsonl: cannot read it: log in again"):
+        list(read_piece(Piece(file, 0, None), READING))
+    for method in ("isdir", "info", "find"):
+        monkeypatch.setattr(type(memory), method, refuse)
+    with pytest.raises(UserError, match=r"cannot list memory://errors: log in again; check the address"):
+        list_files(["memory://errors"], "--paths")
+    assert version_of(file) is None
 
 
 def read_url(url):

@@ -3,9 +3,11 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -238,3 +240,35 @@ def test_a_shard_deleted_while_training_is_told(folders, tmp_path, capfd):
             take(stream, STEPS)
         stream.close()
         shard.write_bytes(content)
+
+
+def test_ctrl_c_ends_the_workers_quietly(folders, tmp_path):
+    settings = {
+        "run_dir": str(tmp_path / "run"),
+        "data": {"prepared": folders, "sequence_length": 64, "workers": 2},
+        "model": {"width": 16, "layers": 1, "heads": 2, "kv_heads": 2, "mlp_width": 16},
+        "train": {"steps": 100_000, "batch_size": 4},
+        "logging": {"every": 1, "tensorboard": False},
+        "mesh": {"data": 1},
+    }
+    command = [sys.executable, "train.py", "--config", str(write_yaml(tmp_path / "c.yaml", settings))]
+    with open(tmp_path / "stderr", "wb") as stderr:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, start_new_session=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.wait(timeout=120) == 128 + signal.SIGINT
+    error = (tmp_path / "stderr").read_text()
+    assert "Traceback" not in error, error
+    assert "leaked" not in error, error
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+    deadline = time.monotonic() + 60
+    while left_of(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left_of(process)
+
+
+def left_of(process):
+    """Processes of a group that are still there."""
+    return subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, check=False).stdout

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,15 +19,23 @@ import pytest
 import zstandard
 
 from cplm_jax import cli
-from cplm_jax.data.files import list_files
+from cplm_jax.data.files import SourceFile, list_files
 from cplm_jax.data.formats import Reading
 from cplm_jax.data.preparation import prepare as module
 from cplm_jax.data.preparation.duplicates import find_duplicates
-from cplm_jax.data.preparation.plan import Settings
+from cplm_jax.data.preparation.plan import Settings, make_plan
 from cplm_jax.data.preparation.prepare import prepare
 from cplm_jax.data.preparation.statistics import summary
-from cplm_jax.data.preparation.units import is_held_out, text_digest
-from cplm_jax.data.shards import RECORD_TOKENS, Documents, Span, read_manifest, records_of
+from cplm_jax.data.preparation.units import Unit, digest_unit, is_held_out, prepare_unit, text_digest
+from cplm_jax.data.shards import (
+    RECORD_TOKENS,
+    Documents,
+    Span,
+    names_file,
+    read_manifest,
+    records_of,
+    sha256_of,
+)
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from cplm_jax.errors import MachineError, UserError
 from tests.tiny import write_corpus
@@ -115,6 +124,8 @@ def test_the_manifest_says_what_is_there(prepared, tokenizer, texts, source):
         assert part["repeated_targets"] == repeated
         for shard in part["shards"]:
             assert shard["size"] == (prepared / shard["file"]).stat().st_size
+            assert shard["sha256"] == sha256_of(prepared / shard["file"])
+            assert shard["names_sha256"] == sha256_of(prepared / names_file(shard["file"]))
     assert [s["name"] for s in manifest["sources"]] == sorted(p.name for p in source.iterdir())
     assert sum(s["documents"] for s in manifest["sources"]) == len(texts)
     for entry in manifest["sources"]:
@@ -601,6 +612,95 @@ def test_input_that_changes_meanwhile_is_told(tokenizer, tmp_path, texts, monkey
     with pytest.raises(UserError, match=r"a\.jsonl: changed while it was prepared"):
         prepare(list_files([f"{prefix}{path}"], "--paths"), tokenizer, tmp_path / "out", SETTINGS)
     assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_finished_folder_is_left_as_it_was(damaged, source, tokenizer):
+    before = sorted(damaged.rglob("*"))
+    with pytest.raises(UserError, match="with other settings"):
+        prepare(list_files([str(source)], "--paths"), tokenizer, damaged, SETTINGS._replace(shard_tokens=1))
+    assert sorted(damaged.rglob("*")) == before
+
+
+def test_large_inputs_have_larger_units_not_more(tokenizer):
+    def plan(count, size):
+        files = [SourceFile(f"/none/{i}.txt", f"{i}.txt", size) for i in range(count)]
+        return make_plan(files, SETTINGS._replace(unit_bytes=None), tokenizer)
+
+    assert len(plan(100, 10**6).units) == 2  # of 64 MiB
+    large = plan(20_000, 10**8)
+    assert 1000 <= len(large.units) <= 1100
+    assert large.record["unit_bytes"] == 2 * 10**9
+
+
+MANY = """
+import resource, sys
+from pathlib import Path
+from cplm_jax.data.shards import Documents, Span, read_manifest
+
+folder = Path(sys.argv[1])
+several = [Documents(folder, "train", read_manifest(folder)) for _ in range(20)]
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+for documents in several:
+    found = documents.read([Span(i, 0, int(n)) for i, n in enumerate(documents.lengths)])
+    print(sum(map(len, found)))
+"""
+
+
+def test_more_shards_than_open_files(prepared):
+    # The limit that most systems begin with is lower than the shards of a large corpus.
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, str(prepared)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    train = read_manifest(prepared)["train"]
+    assert 20 * len(train["shards"]) > 64
+    assert done.stdout.split() == [str(train["tokens"])] * 20, done.stderr
+
+
+def test_work_tells_its_documents_and_bytes(source, tokenizer, tmp_path):
+    class Recorded:
+        def __init__(self):
+            self.totals = [0, 0]
+
+        def add(self, documents, size):
+            self.totals = [self.totals[0] + documents, self.totals[1] + size]
+
+        def check(self):
+            pass
+
+    plan = make_plan(list_files([str(source)], "--paths"), SETTINGS._replace(unit_bytes=10**6), tokenizer)
+    (tmp_path / "work").mkdir()
+    unit = Unit(0, plan.units[0], SETTINGS, 0, tmp_path)
+    for work in (lambda told: digest_unit(unit, told), lambda told: prepare_unit(unit, tokenizer, told)):
+        told = Recorded()
+        work(told)
+        assert told.totals == [150, plan.sizes[0]]
+
+
+def test_one_process_shows_its_progress(source, tokenizer, tmp_path, capfd, monkeypatch):
+    class Eager(module._Counters):
+        def add(self, documents, size):
+            super().add(documents, size)
+            self.flush()
+
+    monkeypatch.setattr(module, "_Counters", Eager)
+    monkeypatch.setattr(module, "tqdm", Unlimited)
+    files = list_files([str(source)], "--paths")
+    prepare(files, tokenizer, tmp_path / "out", SETTINGS._replace(unit_bytes=10**6))
+    shown = [int(n) for n in re.findall(r"(\d+) documents, ", capfd.readouterr().err)]
+    assert len({n for n in shown if 0 < n < 150}) > 10  # within the only unit
+    assert shown[-1] == 150
+
+
+class Unlimited(module.tqdm):
+    """A bar that is drawn at every update."""
+
+    def __init__(self, **named):
+        super().__init__(**named | {"mininterval": 0, "miniters": 1})
 
 
 def test_a_finished_folder_without_a_shard_is_not_called_finished(damaged, source, tokenizer):
