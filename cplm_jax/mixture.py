@@ -267,7 +267,7 @@ def context_log_softmax(
     """The other mixture: one softmax over logits to which copy scores were added, where v occurs.
 
     ``context_logits`` adds the log-sum-exp, and ``context_logits_sum`` the sum, of ``e_tj + b`` over the
-    occurrences of v and the pointers, as do the pointer variants of Softmax-CPR (Chang et al. 2023).
+    occurrences of v and the pointers, the idea of the pointer variants of Softmax-CPR (Chang et al. 2023).
 
     Args are those of :func:`log_distribution`.
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -71,13 +72,19 @@ class Tokenizer:
         A text of several :data:`_LONG_CHARACTERS` is split before a space that follows another character,
         so that memory does not grow with it, unless the tokenizer has a piece that crosses such a place.
         """
+        return list(itertools.chain.from_iterable(self._encoded(text)))
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Returns the same as an int32 array, without a list of all of them."""
+        return np.concatenate([np.asarray(ids, np.int32) for ids in self._encoded(text)])
+
+    def _encoded(self, text: str) -> Iterator[list[int]]:
         backend = self._backend
         if len(text) <= _LONG_CHARACTERS or not self._cuts:
-            return backend.encode(text)
-        ids: list[int] = []
+            yield backend.encode(text)
+            return
         for number, part in enumerate(_parts(text, backend.cuts_anywhere)):
-            ids += backend.encode(part, begins=number == 0)
-        return ids
+            yield backend.encode(part, begins=number == 0)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Returns the bytes that token ids stand for; control tokens stand for none."""

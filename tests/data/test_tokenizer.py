@@ -154,6 +154,7 @@ def test_a_long_text_is_split_where_no_piece_crosses(monkeypatch, kind):
     assert tokenizer.encode(text) == whole
     assert len(parts) > 20
     assert "".join(parts) == text
+    assert tokenizer.encode_array(text).tolist() == whole
     # Without a place to cut, a text is still had back.
     solid = "abcdefgh" * 500
     assert tokenizer.decode(tokenizer.encode(solid)).removeprefix(" ") == solid

@@ -254,7 +254,7 @@ class _Part:
         side = "validation" if held_out else "train"
         if side not in self._shards:
             self._shards[side] = _Shard(self._unit, side, self.number, self._dtype)
-        tokens = np.asarray(self._tokenizer.encode(document.text), np.int64)
+        tokens = self._tokenizer.encode_array(document.text)
         self._shards[side].add(f"{file.name} {document.record}".rstrip(), document, tokens)
         self._documents[file.path] += 1
 
