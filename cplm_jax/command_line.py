@@ -4,14 +4,23 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from cplm_jax.config import check_path
+from cplm_jax.config import check_local_path, check_path
 from cplm_jax.errors import UserError, nearest
 
 
 def path_word(word: str) -> str:
-    """Returns a path as it was given. Raises ``ArgumentTypeError`` if it can name no file."""
+    """Returns a path as it was given. Raises ``ArgumentTypeError`` if it can name no file here."""
+    return _checked(word, check_local_path)
+
+
+def path_or_url_word(word: str) -> str:
+    """Returns a path or URL as it was given. Raises ``ArgumentTypeError`` if it can name no file."""
+    return _checked(word, check_path)
+
+
+def _checked(word: str, check: Callable[[str], str]) -> str:
     try:
-        return check_path(word)
+        return check(word)
     except ValueError as e:
         raise argparse.ArgumentTypeError(f"{word!r}: {e}") from e
 

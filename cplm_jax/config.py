@@ -47,12 +47,21 @@ def check_path(value: str) -> str:
     return value
 
 
+def check_local_path(value: str) -> str:
+    """Returns ``value``. Raises :class:`ValueError` if it can name no file of this machine."""
+    if "://" in value:
+        raise ValueError("a URL, but a path on this machine is needed; mount the bucket, or copy the files")
+    return check_path(value)
+
+
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-PathText = Annotated[str, AfterValidator(check_path)]
+PathText = Annotated[str, AfterValidator(check_local_path)]
+PathOrUrl = Annotated[str, AfterValidator(check_path)]
 Paths = Annotated[list[PathText], BeforeValidator(_listed)]
+PathsOrUrls = Annotated[list[PathOrUrl], BeforeValidator(_listed)]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -143,12 +152,12 @@ class DataConfig:
     weights: list[Annotated[Number, Field(gt=0)]] = field(default_factory=list)
     """Share of the training rows that each folder of `prepared` gives; they need not add up to 1. Empty
     takes each in proportion to its tokens, so that their epochs end together."""
-    paths: Paths = field(default_factory=list)
+    paths: PathsOrUrls = field(default_factory=list)
     """Documents to train on, if not `prepared`: files, folders, globs or URLs that fit on this disk. A
     `.jsonl` file holds a document a line, `.parquet` and `.arrow` files a document a row, any other file
     is one document of UTF-8 text; `.gz` and `.zst` are decompressed. `python:stdlib` stands for the
     source of the running Python's standard library, without its tests."""
-    validation_paths: Paths = field(default_factory=list)
+    validation_paths: PathsOrUrls = field(default_factory=list)
     """Held-out documents; if empty, `validation_fraction` of `paths` is held out."""
     validation_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.1
     """Share of the documents of `paths` held out by a hash of their text, so that equal documents are on

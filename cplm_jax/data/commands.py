@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from cplm_jax.command_line import CommandParser, number_between, path_word
+from cplm_jax.command_line import CommandParser, number_between, path_or_url_word, path_word
 from cplm_jax.data.files import SourceFile, check_apart, list_files
-from cplm_jax.data.formats import BadRecord, Piece, Reading, kind_of, read_piece
+from cplm_jax.data.formats import kind_of, read_piece
 from cplm_jax.data.preparation.plan import Settings
 from cplm_jax.data.preparation.prepare import prepare
 from cplm_jax.data.preparation.statistics import summary
 from cplm_jax.data.preparation.units import is_held_out, text_digest
+from cplm_jax.data.records import BadRecord, Piece, Reading
 from cplm_jax.data.shards import read_manifest, write_file
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from cplm_jax.errors import MachineError, UserError
@@ -30,7 +31,7 @@ def _add_input(parser: CommandParser) -> None:
     parser.add_argument(
         "--paths",
         nargs="+",
-        type=path_word,
+        type=path_or_url_word,
         required=True,
         metavar="PATH",
         help="files, folders, globs or URLs: .jsonl (a document a line), .parquet and .arrow (a row), any "
@@ -79,13 +80,7 @@ def prepare_command(arguments: Sequence[str]) -> int:
         help="sentencepiece .model (cplm tokenizer train makes one) or Hugging Face tokenizer.json",
     )
     parser.add_argument("--output", type=path_word, required=True, metavar="DIR", help="folder to make")
-    parser.add_argument(
-        "--validation_fraction",
-        type=_fraction,
-        default=0.01,
-        metavar="F",
-        help="share of the documents to hold out, by a hash of their text (%(default)s)",
-    )
+    _add_fraction(parser, "share of the documents to hold out, by a hash of their text")
     parser.add_argument(
         "--deduplicate", action="store_true", help="keep the first of equal documents; reads the input twice"
     )
@@ -115,6 +110,12 @@ def prepare_command(arguments: Sequence[str]) -> int:
     _say(summary(manifest, output))
     print(options.output)
     return 0
+
+
+def _add_fraction(parser: CommandParser, what: str) -> None:
+    parser.add_argument(
+        "--validation_fraction", type=_fraction, default=0.01, metavar="F", help=f"{what} (%(default)s)"
+    )
 
 
 def _fraction(word: str) -> float:
@@ -164,6 +165,7 @@ def _train(arguments: Sequence[str]) -> int:
         help="text to train on, about: whole documents, chosen by a hash of their text from all of the input "
         "(%(default)s)",
     )
+    _add_fraction(parser, "the documents that cplm prepare holds out with this are left out")
     options = parser.parse(arguments)
     output = Path(options.output).expanduser()
     if output.exists():
@@ -171,7 +173,9 @@ def _train(arguments: Sequence[str]) -> int:
     if not output.absolute().parent.is_dir():
         raise UserError(f"--output {output}: the folder {output.absolute().parent} does not exist; make it")
     files = list_files(options.paths, "--paths")
-    texts = _sample(files, _reading(options), options.sample_bytes, options.max_bad)
+    texts = _sample(
+        files, _reading(options), options.sample_bytes, options.max_bad, options.validation_fraction
+    )
     _say(f"training a tokenizer of {options.vocabulary_size:,} pieces on {len(files):,} files")
     tokenizer = train_tokenizer(
         texts, options.vocabulary_size, options.sample_bytes, options.type, "--vocabulary_size"
@@ -184,20 +188,26 @@ def _train(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _sample(files: Sequence[SourceFile], reading: Reading, size: int, max_bad: int) -> Iterator[str]:
-    """Yields about ``size`` bytes of documents, spread over all of the input."""
+def _sample(
+    files: Sequence[SourceFile], reading: Reading, size: int, max_bad: int, held_out: float
+) -> Iterator[str]:
+    """Yields about ``size`` bytes of the documents that are not held out, spread over all of the input."""
     expected = sum(
-        file.size * (1 if kind_of(file.name) in (("text", None), ("jsonl", None)) else _EXPANSION)
+        file.size * (_EXPANSION if kind == "parquet" or compression else 1)
         for file in files
+        for kind, compression in [kind_of(file.name)]
     )
-    share, bad = min(1.0, 1.1 * size / max(expected, 1)), 0
+    share, bad = min(1.0, 1.1 * size / max(expected * (1 - held_out), 1)), 0
     for file in files:
         for record in read_piece(Piece(file, 0, None), reading):
             if isinstance(record, BadRecord):
                 bad += 1
                 if bad > max_bad:
                     raise UserError(f"{record.message} (--max_bad N skips up to N such records)")
-            elif is_held_out(text_digest(record.data), share):
+                continue
+            digest = text_digest(record.data)
+            # By the half of the digest that does not hold documents out, which would choose the same ones.
+            if not is_held_out(digest, held_out) and is_held_out(digest[8:], share):
                 yield record.text
 
 
@@ -220,8 +230,12 @@ def _inspect(arguments: Sequence[str]) -> int:
         f"BOS {tokenizer.bos_id}, EOS {tokenizer.eos_id}, PAD {tokenizer.pad_id}"
     )
     if options.text is not None:
+        try:
+            size = len(options.text.encode())
+        except UnicodeEncodeError as e:  # the shell passed bytes that are no UTF-8
+            raise UserError("--text: not valid UTF-8; give text") from e
         ids = tokenizer.encode(options.text)
-        print(f"{len(ids):,} tokens for {len(options.text.encode('utf-8', 'surrogateescape')):,} bytes:")
+        print(f"{len(ids):,} tokens for {size:,} bytes:")
         for i in ids:
             print(f"{i:8}  {tokenizer.decode_bytes([i])!r}")
         print("had back byte for byte: " + ("yes" if tokenizer.is_lossless(options.text) else "no"))

@@ -1,6 +1,5 @@
 """Reading compressed files as streams that notice when their data is cut short."""
 
-import gzip
 import io
 import zlib
 from collections.abc import Callable
@@ -9,33 +8,44 @@ from typing import Any, BinaryIO, cast
 import zstandard
 
 BUFFER = 2**18
-# Four bytes of zstd can stand for 128 KiB of text, so little of it is decompressed at a time.
-_ZSTD_BYTES = 2**10
+# A few compressed bytes can stand for very many, so few are decompressed at a time: four bytes of zstd
+# for 128 KiB, one byte of gzip for 1 KiB.
+_AT_A_TIME = 2**10
 # What `zstd --long=31` needs, the most there is; memory is taken only if a file asks for it.
 _ZSTD_WINDOW = 2**31
-# What a decompressor raises for data that is cut short or damaged; gzip's own error is an OSError.
-DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
+# What a decompressor raises for data that is cut short or damaged.
+DAMAGED = (EOFError, zlib.error, zstandard.ZstdError)
 
 
-def decompressed(raw: BinaryIO, compression: str | None, advance: Callable[[int], None]) -> BinaryIO:
+def decompressed(raw: io.RawIOBase, compression: str | None) -> BinaryIO:
     """Returns the content of a file.
 
     Args:
       raw: the file.
       compression: ``gzip``, ``zstd`` or None.
-      advance: called with bytes of ``raw`` that were read.
     """
-    counted = _Counted(raw, advance)
-    readers: dict[str | None, Callable[[io.RawIOBase], Any]] = {"gzip": _Gzip, "zstd": _Zstd}
-    stream = readers.get(compression, lambda same: same)(counted)
+    makers: dict[str, Callable[[], Any]] = {
+        "gzip": lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS),
+        "zstd": lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
+    }
+    stream = raw if compression is None else _Frames(raw, makers[compression])
     return cast(BinaryIO, io.BufferedReader(stream, BUFFER))
 
 
-class _Counted(io.RawIOBase):
-    """A readable file that tells how many bytes were read."""
+class Counted(io.RawIOBase):
+    """A readable file that tells how many bytes were read.
+
+    Args:
+      raw: the file.
+      advance: called with bytes of ``raw`` that were read.
+
+    Attributes:
+      error: what reading raised, whatever a library above makes of it.
+    """
 
     def __init__(self, raw: BinaryIO, advance: Callable[[int], None]):
         self._raw, self._advance = raw, advance
+        self.error: OSError | None = None
 
     def readable(self) -> bool:
         """Returns True."""
@@ -55,35 +65,31 @@ class _Counted(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fills a buffer."""
-        data = self._raw.read(len(buffer))
+        try:
+            data = self._raw.read(len(buffer))
+        except OSError as e:
+            self.error = e
+            raise
         buffer[: len(data)] = data
         self._advance(len(data))
         return len(data)
 
 
-class _Gzip(gzip.GzipFile):
-    """Decompresses gzip; unlike Python's own, it takes an empty file for what it is, cut short."""
+class _Frames(io.RawIOBase):
+    """Decompresses frames of zstd or members of gzip, one after the other.
 
-    def __init__(self, raw: io.RawIOBase):
-        super().__init__(fileobj=cast(BinaryIO, raw))
-        self._raw, self._begun = raw, False
+    Unlike the libraries' own streams, it gives all that comes before a damaged place, and takes a file that
+    was cut short, an empty one too, for what it is.
 
-    def readinto(self, buffer: Any) -> int:
-        """Fills a buffer."""
-        count = super().readinto(buffer)
-        if count == 0 and not self._begun and self._raw.tell() == 0:
-            raise EOFError("the compressed data ends early")
-        self._begun = True
-        return count
+    Args:
+      raw: the file.
+      new: makes a decompressor of a frame.
+    """
 
-
-class _Zstd(io.RawIOBase):
-    """Decompresses zstd frames; unlike zstandard's own stream, it notices that a file was cut short."""
-
-    def __init__(self, raw: io.RawIOBase):
-        self._raw = io.BufferedReader(raw, BUFFER)
+    def __init__(self, raw: io.RawIOBase, new: Callable[[], Any]):
+        self._raw, self._new = io.BufferedReader(raw, BUFFER), new
         self._frame: Any = None
-        self._begun = False  # no file of zstd is empty
+        self._begun = False
         self._rest = b""
         self._ready = memoryview(b"")
 
@@ -94,14 +100,18 @@ class _Zstd(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fills a buffer."""
         while not self._ready:
-            data, self._rest = self._rest or self._raw.read(_ZSTD_BYTES), b""
+            data, self._rest = self._rest or self._raw.read(_AT_A_TIME), b""
             if not data:
                 if self._frame is not None or not self._begun:
                     raise EOFError("the compressed data ends early")
                 return 0
-            self._begun = True
             if self._frame is None:
-                self._frame = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+                if self._begun:  # gzip may be padded
+                    data = data.lstrip(b"\0")
+                    if not data:
+                        continue
+                self._frame = self._new()
+            self._begun = True
             self._ready = memoryview(self._frame.decompress(data))
             if self._frame.eof:
                 self._rest, self._frame = self._frame.unused_data, None

@@ -15,11 +15,12 @@ import numpy as np
 
 from cplm_jax.config import DataConfig
 from cplm_jax.data.files import SourceFile, list_files
-from cplm_jax.data.formats import Document, Piece, Reading, read_piece
+from cplm_jax.data.formats import read_piece
 from cplm_jax.data.mixing import PERIOD
 from cplm_jax.data.preparation.plan import Settings
 from cplm_jax.data.preparation.prepare import prepare
 from cplm_jax.data.preparation.units import is_held_out, text_digest
+from cplm_jax.data.records import Document, Piece, Reading
 from cplm_jax.data.shards import Documents, Span, read_manifest
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from cplm_jax.errors import MachineError, UserError

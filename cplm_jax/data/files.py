@@ -144,8 +144,9 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
     """Expands files, folders, globs and URLs of these to a sorted list of files.
 
     A file found in a folder or by a glob is named by its path from the folder, or from the
-    glob's part without wildcards; a file given by itself, by its file name. Hidden files and
-    folders are left out of folders. A folder that Hugging Face ``datasets`` saved stands for its
+    glob's part without wildcards; a file given by itself, by its file name; where that makes two of one
+    name, all names begin with the number of their path, from 0. Hidden files and folders are left out of
+    folders. A folder that Hugging Face ``datasets`` saved stands for its
     Arrow files. ``python:stdlib`` stands for :func:`stdlib_files`. URLs are those of ``fsspec``.
 
     Raises:
@@ -156,8 +157,8 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
             f"{field} is empty: give text, .jsonl, .parquet or .arrow files, folders or globs, as in "
             f"{_flag(field)} 'corpus/*.txt'"
         )
-    found: dict[str, SourceFile] = {}  # by what the path leads to: two spellings are one document
-    for pattern in paths:
+    found: dict[str, tuple[int, SourceFile]] = {}  # by what a path leads to: two spellings are one document
+    for number, pattern in enumerate(paths):
         if pattern == PYTHON_STDLIB:
             files = stdlib_files()
         elif is_url(pattern):
@@ -167,8 +168,13 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
         if not files:
             raise UserError(f"{field}: {pattern!r} matches no file (from {os.getcwd()}); correct the path")
         for file in files:
-            found.setdefault(file.path if is_url(file.path) else os.path.realpath(file.path), file)
-    return sorted(found.values(), key=lambda file: (file.name, file.path))
+            where = file.path if is_url(file.path) else os.path.realpath(file.path)
+            found.setdefault(where, (number, file))
+    if len({file.name for _, file in found.values()}) < len(found):
+        named = [file._replace(name=f"{number}/{file.name}") for number, file in found.values()]
+    else:
+        named = [file for _, file in found.values()]
+    return sorted(named, key=lambda file: (file.name, file.path))
 
 
 def _flag(field: str) -> str:
@@ -209,6 +215,7 @@ def _remote_files(pattern: str, field: str) -> list[SourceFile]:
         raise UserError(
             f"{field}: cannot list {pattern}: {what}; check the address, and your access to it"
         ) from e
+    _leave_out_states(listed, system, field)
     files = []
     for path, info in listed.items():
         name = path[len(base) :].lstrip("/") or path.rpartition("/")[2]
@@ -218,6 +225,19 @@ def _remote_files(pattern: str, field: str) -> list[SourceFile]:
                 raise UserError(f"{field}: {pattern}: the size of {path} is unknown; fetch it first")
             files.append(SourceFile(system.unstrip_protocol(path), name, info["size"]))
     return files
+
+
+def _leave_out_states(listed: dict[str, Any], system: Any, field: str) -> None:
+    """Leaves of the folders that ``datasets`` saved only the Arrow files, as :func:`_dataset_files` does."""
+    names: dict[str, list[str]] = {}
+    for path in listed:
+        folder, _, name = path.rpartition("/")
+        names.setdefault(folder, []).append(name)
+    for folder, inside in names.items():
+        kept = _dataset_names(folder, inside, field, lambda path: system.cat_file(path))
+        if kept is not None:
+            for name in set(inside) - set(kept):
+                del listed[f"{folder}/{name}"]
 
 
 def _literal_part(pattern: Path) -> Path:
@@ -284,6 +304,13 @@ def _files_below(root: Path, field: str) -> Iterator[Path]:
 
 def _dataset_files(folder: Path, names: Sequence[str], field: str) -> list[Path] | None:
     """Returns the Arrow files of a folder that Hugging Face ``datasets`` saved, or None for another one."""
+    found = _dataset_names(str(folder), names, field, lambda path: Path(path).read_bytes())
+    return None if found is None else [folder / name for name in found]
+
+
+def _dataset_names(
+    folder: str, names: Sequence[str], field: str, read: Callable[[str], bytes]
+) -> list[str] | None:
     if "dataset_dict.json" in names:
         raise UserError(
             f"{field}: {folder} holds the splits of a dataset; name the one to read, as in {folder}/train"
@@ -291,8 +318,7 @@ def _dataset_files(folder: Path, names: Sequence[str], field: str) -> list[Path]
     if not {"state.json", "dataset_info.json"} <= set(names):
         return None
     try:
-        state = json.loads((folder / "state.json").read_bytes())
-        return [folder / entry["filename"] for entry in state["_data_files"]]
+        return [entry["filename"] for entry in json.loads(read(f"{folder}/state.json"))["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(
             f"{field}: {folder}/state.json is not what datasets' save_to_disk writes ({first_line(e)}); "

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from cplm_jax.config import DataConfig
 from cplm_jax.data.corpus import load_corpus
 from cplm_jax.data.files import PYTHON_STDLIB, list_files
-from cplm_jax.data.formats import Document, Piece, Reading, read_piece
+from cplm_jax.data.formats import read_piece
 from cplm_jax.data.preparation.units import is_held_out, text_digest
+from cplm_jax.data.records import Document, Piece, Reading
 from cplm_jax.data.shards import Span
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from cplm_jax.errors import UserError

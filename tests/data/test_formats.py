@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import fsspec
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from cplm_jax.data.compression import decompressed
 from cplm_jax.data.files import list_files, open_file, version_of
-from cplm_jax.data.formats import BadRecord, Document, Piece, Reading, kind_of, pieces_of, read_piece
+from cplm_jax.data.formats import kind_of, pieces_of, read_piece
+from cplm_jax.data.records import BadRecord, Document, Piece, Reading
 from cplm_jax.errors import UserError
 
 TEXTS = ["one\n", "zwei é 日本 🙂", "three \x00 \u2028 \ufeff", '{"text": "nested"}', "x" * 5000]
@@ -156,11 +158,41 @@ def test_bad_data_is_told_by_file_and_record(tmp_path, name):
     (tmp_path / name).write_bytes(data)
     found = read(tmp_path / name)
     bad = [record for record in found if isinstance(record, BadRecord)]
+    if name == "flipped.jsonl.gz":  # only its end tells that what came before was wrong
+        bad = bad[-1:]
     assert len(bad) == 1, found
     for fragment in (str(tmp_path / name), *fragments):
         assert fragment in bad[0].message
-    # What is good before a bad record, and after one that does not end the file, is still read.
-    assert all(isinstance(record, Document) for record in found if record is not bad[0])
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
+def test_all_before_the_damage_is_read(tmp_path, compress):
+    whole = b"".join(lines([f"{i} " + "y" * (i % 300)]) for i in range(3000))
+    data, path = compress(whole), tmp_path / f"a.jsonl.{'gz' if compress is gzip.compress else 'zst'}"
+    for cut in (len(data) - 1, len(data) // 2):
+        path.write_bytes(data[:cut])
+        *good, bad = read(path)
+        new = (
+            zlib.decompressobj(wbits=31)
+            if path.suffix == ".gz"
+            else zstandard.ZstdDecompressor().decompressobj()
+        )
+        there = new.decompress(data[:cut])
+        assert len(good) == there.count(b"\n")
+        assert f"is cut short after line {len(good)};" in bad.message
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_a_table_that_ends_early_does_not_pass_for_complete(tmp_path, new):
+    data, counts = arrow(new=new), set()
+    end = data.rindex(b"\xff\xff\xff\xff\x00\x00\x00\x00")
+    for cut in range(1, end + 8):
+        (tmp_path / "a.arrow").write_bytes(data[:cut])
+        *good, bad = read(tmp_path / "a.arrow")
+        assert [record.text for record in good] == TEXTS[: len(good)]
+        assert isinstance(bad, BadRecord), cut
+        counts.add(len(good))
+    assert counts == {0, 2, 4, 5}
 
 
 def test_records_after_a_bad_one_are_read(tmp_path):
@@ -175,15 +207,42 @@ def test_records_after_a_bad_one_are_read(tmp_path):
     [
         ("not.parquet", b"PAR1 nothing", ["not a Parquet file"]),
         ("column.parquet", parquet(), ["no column 'body'", "'id', 'text'"]),
-        ("column.arrow", arrow(), ["no column 'body'", "'text'"]),
+        ("a.jsonl.xz", b"", [".xz files are not read; unpack it"]),
+        ("a.tar", b"", [".tar files are not read; unpack it"]),
     ],
 )
 def test_a_table_without_the_column_is_refused(tmp_path, name, data, fragments):
     (tmp_path / name).write_bytes(data)
+    reading = READING._replace(text_field="body")
     with pytest.raises(UserError) as caught:
-        read(tmp_path / name, reading=READING._replace(text_field="body"))
-    for fragment in (str(tmp_path / name), *fragments):
-        assert fragment in str(caught.value)
+        read(tmp_path / name, reading=reading)
+    # Where such files may be skipped, they are a bad record each.
+    (file,) = list_files([str(tmp_path / name)], "--paths")
+    (bad,) = read_piece(Piece(file, 0, None), reading)
+    for message in (str(caught.value), bad.message):
+        for fragment in (str(tmp_path / name), *fragments):
+            assert fragment in message
+
+
+def test_columns_of_an_arrow_table(tmp_path):
+    (tmp_path / "a.arrow").write_bytes(arrow())
+    (bad,) = read(tmp_path / "a.arrow", reading=READING._replace(text_field="body"))
+    assert "no column 'body'" in bad.message
+    out = io.BytesIO()
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    with pa.ipc.new_stream(out, table.schema) as stream:
+        stream.write_table(table)
+    (tmp_path / "a.arrow").write_bytes(out.getvalue())
+    (bad,) = read(tmp_path / "a.arrow")
+    assert "has 2 columns 'text'; rename them" in bad.message
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    mark = "\ufeff".encode()
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_bytes(mark + (lines(["\ufeffa", "b"]) if name == "a.jsonl" else b"a"))
+    assert [r.text for r in read(tmp_path / "a.jsonl")] == ["\ufeffa", "b"]
+    assert [r.text for r in read(tmp_path / "a.txt")] == ["a"]
 
 
 def test_a_column_of_numbers_is_refused(tmp_path):
@@ -204,7 +263,7 @@ def test_little_is_decompressed_at_a_time(tmp_path):
     (file,) = list_files([str(tmp_path)], "--paths")
     tracemalloc.start()
     with open_file(file) as raw:
-        stream = decompressed(raw, "zstd", lambda _: None)
+        stream = decompressed(raw, "zstd")
         assert sum(len(part) for part in iter(lambda: stream.read(2**16), b"")) == size
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -315,6 +374,41 @@ def test_errors_of_a_file_system_are_told(monkeypatch):
     with pytest.raises(UserError, match=r"cannot list memory://errors: log in again; check the address"):
         list_files(["memory://errors"], "--paths")
     assert version_of(file) is None
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow", "a.txt"])
+def test_a_connection_that_fails_is_no_bad_record(monkeypatch, name):
+    memory = fsspec.filesystem("memory")
+    memory.pipe(f"/fails/{name}", FORMATS.get(name, b"text"))
+    (file,) = list_files([f"memory://fails/{name}"], "--paths")
+    assert all(isinstance(record, Document) for record in read_piece(Piece(file, 0, None), READING))
+
+    def lose(*_args):
+        raise TimeoutError("connection timed out")
+
+    monkeypatch.setattr(type(memory.open(file.path)), "read", lose)
+    with pytest.raises(UserError, match=f"{name}: cannot read it: connection timed out"):
+        list(read_piece(Piece(file, 0, None), READING))
+
+
+def test_a_saved_dataset_behind_a_url(tmp_path):
+    save_dataset(tmp_path / "all" / "train")
+    local = list_files([str(tmp_path / "all")], "--paths")
+    for url in (f"file://{tmp_path}/all", f"file://{tmp_path}/all/**"):
+        assert [f.name for f in list_files([url], "--paths")] == [f.name for f in local]
+    (tmp_path / "all" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match="holds the splits of a dataset"):
+        list_files([f"file://{tmp_path}/all"], "--paths")
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text(folder)
+    (tmp_path / "b" / "y.txt").write_text("y")
+    paths = [str(tmp_path / folder) for folder in "ab"]
+    assert [f.name for f in list_files(paths, "--paths")] == ["0/x.txt", "1/x.txt", "1/y.txt"]
+    assert [f.name for f in list_files(paths[1:], "--paths")] == ["x.txt", "y.txt"]
 
 
 def read_url(url):

@@ -15,10 +15,10 @@ import pytest
 
 from cplm_jax import cli
 from cplm_jax.data.files import list_files
-from cplm_jax.data.formats import Reading
 from cplm_jax.data.pipeline import Batch
 from cplm_jax.data.preparation.plan import Settings
 from cplm_jax.data.preparation.prepare import prepare
+from cplm_jax.data.records import Reading
 from cplm_jax.data.shards import read_manifest
 from cplm_jax.data.tokenizer import train_tokenizer
 from cplm_jax.errors import UserError

@@ -20,13 +20,13 @@ import zstandard
 
 from cplm_jax import cli
 from cplm_jax.data.files import SourceFile, list_files
-from cplm_jax.data.formats import Reading
 from cplm_jax.data.preparation import prepare as module
 from cplm_jax.data.preparation.duplicates import find_duplicates
 from cplm_jax.data.preparation.plan import Settings, make_plan
 from cplm_jax.data.preparation.prepare import prepare
 from cplm_jax.data.preparation.statistics import summary
 from cplm_jax.data.preparation.units import Unit, digest_unit, is_held_out, prepare_unit, text_digest
+from cplm_jax.data.records import Reading
 from cplm_jax.data.shards import (
     RECORD_TOKENS,
     Documents,

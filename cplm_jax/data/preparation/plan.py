@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cplm_jax.data.files import SourceFile, version_of
-from cplm_jax.data.formats import Piece, Reading, pieces_of
+from cplm_jax.data.formats import pieces_of
+from cplm_jax.data.records import Piece, Reading
 from cplm_jax.data.shards import FORMAT_VERSION
 from cplm_jax.data.tokenizer import Tokenizer
 from cplm_jax.errors import UserError

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from cplm_jax.data.files import SourceFile, open_file
-from cplm_jax.data.formats import BadRecord, Document, Piece, read_piece
+from cplm_jax.data.formats import read_piece
 from cplm_jax.data.preparation.plan import Settings
+from cplm_jax.data.records import BadRecord, Document, Piece
 from cplm_jax.data.shards import (
     ShardWriter,
     make_appear,
