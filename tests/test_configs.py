@@ -7,6 +7,7 @@ import yaml
 
 from cplm_jax.config import Config
 from cplm_jax.config_loading import differences, load_config, to_yaml
+from cplm_jax.errors import UserError
 from cplm_jax.models.decoder import define_model, parameter_count
 from cplm_jax.training.setup import resolve_vocabulary
 
@@ -52,6 +53,13 @@ def test_flags_are_read_by_the_type_of_their_field():
     assert config.data.paths == ["a", "b"]
     assert config.run_dir == "7"
     assert load_config(arguments=["--data.paths=[a, b]"]) == load_config(arguments=["--data.paths", "a", "b"])
+
+
+@pytest.mark.parametrize("field", ["run_dir", "data.prepared", "data.tokenizer", "data.cache_dir"])
+def test_what_is_written_or_mapped_is_no_url(field):
+    with pytest.raises(UserError, match=rf"{field}.*a URL, but a path on this machine is needed; mount the"):
+        load_config(arguments=[f"--{field}", "gs://bucket/x"])
+    assert load_config(arguments=["--data.paths", "gs://bucket/x"]).data.paths == ["gs://bucket/x"]
 
 
 def test_differences_name_the_fields():

@@ -12,12 +12,13 @@ of a long document is read without the rest. Records are little-endian token ids
 """
 
 import array
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,18 +106,25 @@ class ShardWriter:
         self.lengths = array.array("I")
 
     def add(self, tokens: np.ndarray) -> None:
-        """Appends a document."""
+        """Appends a document. Raises :class:`OSError` if it could not be written."""
         tokens = tokens.astype(self._dtype, copy=False)
-        for start in range(0, max(len(tokens), 1), RECORD_TOKENS):
-            self._writer.write(tokens[start : start + RECORD_TOKENS].tobytes())
+        with _write_errors():
+            for start in range(0, max(len(tokens), 1), RECORD_TOKENS):
+                self._writer.write(tokens[start : start + RECORD_TOKENS].tobytes())
         self.lengths.append(len(tokens))
 
     def close(self) -> None:
         """Finishes the file. Raises :class:`OSError` if it could not be written."""
-        try:
+        with _write_errors():
             self._writer.close()
-        except RuntimeError as e:  # what the writer raises for a full disk
-            raise OSError(first_line(e)) from e
+
+
+@contextlib.contextmanager
+def _write_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as e:  # what the writer raises for a full disk
+        raise OSError(first_line(e)) from e
 
 
 class Span(NamedTuple):

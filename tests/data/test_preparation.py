@@ -7,25 +7,39 @@ import json
 import os
 import random
 import re
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import zstandard
+from tokenizers import models, pre_tokenizers
 
 from cplm_jax import cli
 from cplm_jax.data.files import SourceFile, list_files
 from cplm_jax.data.preparation import prepare as module
+from cplm_jax.data.preparation import processes
 from cplm_jax.data.preparation.duplicates import find_duplicates
 from cplm_jax.data.preparation.plan import Settings, make_plan
 from cplm_jax.data.preparation.prepare import prepare
 from cplm_jax.data.preparation.statistics import summary
-from cplm_jax.data.preparation.units import Unit, digest_unit, is_held_out, prepare_unit, text_digest
+from cplm_jax.data.preparation.units import (
+    Unit,
+    digest_unit,
+    hash_unit,
+    is_held_out,
+    prepare_unit,
+    text_digest,
+    write_digests,
+)
 from cplm_jax.data.records import Reading
 from cplm_jax.data.shards import (
     RECORD_TOKENS,
@@ -258,8 +272,9 @@ def test_duplicates_are_dropped_but_the_first(tokenizer, tmp_path):
 
 class FakeUnit:
     def __init__(self, folder, number, digests):
-        self.digests_file, self.duplicates_file = folder / f"{number}.npy", folder / f"{number}-again.npy"
-        np.save(self.digests_file, digests)
+        self.digests_file, self.repeats_file = folder / f"{number}.npy", folder / f"{number}-repeats.npy"
+        self.duplicates_file = folder / f"{number}-again.npy"
+        write_digests(self, digests)
 
 
 @pytest.mark.parametrize("at_a_time", [1, 7, 10**6])
@@ -302,8 +317,10 @@ def test_any_part_of_a_long_document_is_read(tokenizer, tmp_path, extra):
     class Fixed:
         size, proto, sha256, file_name = tokenizer.size, tokenizer.proto, tokenizer.sha256, "tokenizer.model"
 
-        def encode(self, text):
-            return ids_of[int(text)]
+        def encode_array(self, text):
+            return np.asarray(ids_of[int(text)], np.int32)
+
+        byte_lengths = tokenizer.byte_lengths
 
     for name in ids_of:
         (tmp_path / f"{name}.txt").write_text(str(name))
@@ -443,10 +460,10 @@ def test_a_preparation_goes_on_only_as_it_began(tokenizer, tmp_path, texts):
     files = list_files([str(folder)], "--paths")
     with pytest.raises(UserError, match="expected a JSON object"):
         prepare(files, tokenizer, output, SETTINGS)
-    with pytest.raises(UserError, match=r"another preparation was begun there; .*validation_fraction \(then"):
+    with pytest.raises(UserError, match=r"was begun there from something else: validation_fraction \(then"):
         prepare(files, tokenizer, output, SETTINGS._replace(validation_fraction=0.5))
     (folder / "a.jsonl").write_text(json.dumps({"text": "changed"}) + "\n")
-    with pytest.raises(UserError, match=r"1 source files, a\.jsonl among them"):
+    with pytest.raises(UserError, match=r"1 source files are new, .* a\.jsonl among them; remove"):
         prepare(list_files([str(folder)], "--paths"), tokenizer, output, SETTINGS)
     with pytest.raises(UserError, match="has not finished here; run the same command again"):
         read_manifest(output)
@@ -614,6 +631,126 @@ def test_input_that_changes_meanwhile_is_told(tokenizer, tmp_path, texts, monkey
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("damage", ["shard", "empty shard", "names", "lengths"])
+def test_shards_that_vanish_on_the_way_are_made_again(source, tokenizer, prepared, tmp_path, damage):
+    output = tmp_path / "out"
+    bad = tmp_path / "bad"
+    shutil.copytree(source, bad)
+    (bad / "e.jsonl").write_text("[]\n")
+    files = list_files([str(bad)], "--paths")
+    with pytest.raises(UserError, match="expected a JSON object"):
+        prepare(files, tokenizer, output, SETTINGS)
+    shard = min(output.glob("train-*.arrayrecord"))
+    if damage == "empty shard":
+        shard.write_bytes(b"")
+    else:
+        name = shard.name.removesuffix(".arrayrecord")
+        lengths = output / "work" / f"{name}.npy"
+        {"shard": shard, "names": output / names_file(shard.name), "lengths": lengths}[damage].unlink()
+    prepare(files, tokenizer, output, SETTINGS, max_bad=1)
+    for made in prepared.glob("*-0*"):
+        assert made.read_bytes() == (output / made.name).read_bytes(), made.name
+
+
+def test_the_manifest_is_not_written_without_all_shards(source, tokenizer, tmp_path, monkeypatch):
+    def losing(plan, output):
+        min(output.glob("train-*.arrayrecord")).unlink()
+
+    monkeypatch.setattr(module, "check_unchanged", losing)
+    files = list_files([str(source)], "--paths")
+    with pytest.raises(MachineError, match="are gone or damaged; the same command makes them again"):
+        prepare(files, tokenizer, tmp_path / "out", SETTINGS)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    monkeypatch.undo()
+    prepare(files, tokenizer, tmp_path / "out", SETTINGS)
+
+
+def test_two_readings_that_differ_are_told(source, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text((source / "a.jsonl").read_text())
+    files = list_files([str(tmp_path / "in")], "--paths")
+    find = module.find_duplicates
+
+    def meanwhile(units):
+        total = find(units)
+        (tmp_path / "in" / "a.jsonl").write_text("".join((source / "a.jsonl").open().readlines()[:-1]))
+        return total
+
+    monkeypatch.setattr(module, "find_duplicates", meanwhile)
+    settings = SETTINGS._replace(deduplicate=True, unit_bytes=10**6)
+    with pytest.raises(UserError, match="80 documents were read first, and then 79, so that the wrong ones"):
+        prepare(files, tokenizer, tmp_path / "out", settings)
+
+
+def test_more_units_than_open_files(tmp_path):
+    units = [FakeUnit(tmp_path, i, np.asarray([[7, 7], [i, i]], ">u8")) for i in range(300)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+    try:
+        assert find_duplicates(units) == 300  # 7 again in all but one, and twice in one
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_equal_documents_do_not_crowd_the_memory(tmp_path):
+    units = [FakeUnit(tmp_path, i, np.ones((100_000, 2), ">u8")) for i in range(5)]
+    tracemalloc.start()
+    assert find_duplicates(units, at_a_time=1000) == 499_999
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 500_000 * 16
+
+
+def test_a_full_disk_while_a_shard_is_written(source, model, tmp_path):
+    big = tmp_path / "in.jsonl"
+    big.write_text("".join(json.dumps({"text": " ".join(make_texts(100, i))}) + "\n" for i in range(60)))
+    words = ["prepare", "--paths", str(big), "--tokenizer", str(model), "--output", str(tmp_path / "out")]
+    for count in ("1", "2"):
+        done = subprocess.run(
+            ["bash", "-c", 'ulimit -f 200; exec "$@"', "-", sys.executable, "-m", "cplm_jax", *words]
+            + ["--processes", count],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "File too large" in done.stderr
+        assert "the same command goes on from there" in done.stderr
+
+
+def test_files_that_cannot_be_read_count_as_a_bad_record(source, tokenizer, tmp_path):
+    folder = tmp_path / "in"
+    shutil.copytree(source, folder)
+    (folder / "cut.parquet").write_bytes(b"PAR1")
+    (folder / "e.tar").write_bytes(b"")
+    files = list_files([str(folder)], "--paths")
+    with pytest.raises(UserError, match=r"cut\.parquet: not a Parquet file.*--max_bad N skips"):
+        prepare(files, tokenizer, tmp_path / "out", SETTINGS)
+    with pytest.raises(UserError, match=r"more than --max_bad 1 bad records"):
+        prepare(files, tokenizer, tmp_path / "out", SETTINGS, max_bad=1)
+    manifest = prepare(files, tokenizer, tmp_path / "out", SETTINGS, max_bad=2)
+    assert manifest["skipped"]["bad_records"] == 2
+    assert sum(manifest[side]["documents"] for side in ("train", "validation")) == 150
+
+
+def test_a_lossy_tokenizer_is_told(tmp_path, texts):
+    made = tokenizers.Tokenizer(
+        models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "beta": 3, " ": 4}, "<unk>")
+    )
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    lossy = Tokenizer(made.to_str().encode())
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ["beta beta", *texts])
+    )
+    files = list_files([str(tmp_path / "a.jsonl")], "--paths")
+    manifest = prepare(files, lossy, tmp_path / "out", SETTINGS._replace(validation_fraction=0))
+    assert manifest["train"]["inexact"] == len(texts)
+    assert f"not had back byte for byte: {len(texts)} documents" in summary(manifest, tmp_path / "out")
+
+
 def test_a_finished_folder_is_left_as_it_was(damaged, source, tokenizer):
     before = sorted(damaged.rglob("*"))
     with pytest.raises(UserError, match="with other settings"):
@@ -675,20 +812,20 @@ def test_work_tells_its_documents_and_bytes(source, tokenizer, tmp_path):
     plan = make_plan(list_files([str(source)], "--paths"), SETTINGS._replace(unit_bytes=10**6), tokenizer)
     (tmp_path / "work").mkdir()
     unit = Unit(0, plan.units[0], SETTINGS, 0, tmp_path)
-    for work in (lambda told: digest_unit(unit, told), lambda told: prepare_unit(unit, tokenizer, told)):
+    for work, documents in ((digest_unit, 150), (prepare_unit, 150), (hash_unit, 0)):
         told = Recorded()
-        work(told)
-        assert told.totals == [150, plan.sizes[0]]
+        work(unit, tokenizer, told)
+        assert told.totals == [documents, plan.sizes[0]]
 
 
 def test_one_process_shows_its_progress(source, tokenizer, tmp_path, capfd, monkeypatch):
-    class Eager(module._Counters):
+    class Eager(processes._Counters):
         def add(self, documents, size):
             super().add(documents, size)
             self.flush()
 
-    monkeypatch.setattr(module, "_Counters", Eager)
-    monkeypatch.setattr(module, "tqdm", Unlimited)
+    monkeypatch.setattr(processes, "_Counters", Eager)
+    monkeypatch.setattr(processes, "tqdm", Unlimited)
     files = list_files([str(source)], "--paths")
     prepare(files, tokenizer, tmp_path / "out", SETTINGS._replace(unit_bytes=10**6))
     shown = [int(n) for n in re.findall(r"(\d+) documents, ", capfd.readouterr().err)]
@@ -696,7 +833,7 @@ def test_one_process_shows_its_progress(source, tokenizer, tmp_path, capfd, monk
     assert shown[-1] == 150
 
 
-class Unlimited(module.tqdm):
+class Unlimited(processes.tqdm):
     """A bar that is drawn at every update."""
 
     def __init__(self, **named):

@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from cplm_jax import cli
+from cplm_jax.data import commands
 from cplm_jax.data import tokenizer as module
+from cplm_jax.data.files import list_files
+from cplm_jax.data.preparation.units import is_held_out, text_digest
+from cplm_jax.data.records import Reading
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from cplm_jax.errors import UserError
 from cplm_jax.loading import load_model
@@ -198,9 +202,26 @@ def test_train_and_inspect(tmp_path, capsys, kind):
     assert tokenizer.sha256 in out
     assert "325, of which 4 are control tokens" in out
     assert "had back byte for byte: yes" in out
+    status, _, error = run(capsys, "inspect", model, "--text", "a\udcff")  # as Python takes the byte 0xff
+    assert (status, error) == (2, "error: --text: not valid UTF-8; give text\n")
     status, _, error = run(capsys, *words)
     assert status == 2
     assert "exists already" in error
+
+
+@pytest.mark.parametrize("size", [2_000, 20_000, 10**6])
+def test_no_held_out_document_is_sampled(tmp_path, size):
+    texts = [f"document {i} of some words" for i in range(3000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    files = list_files([str(tmp_path)], "--paths")
+    sample = list(commands._sample(files, Reading("text", 1000), size, 0, 0.05))
+    held_out = {text for text in texts if is_held_out(text_digest(text.encode()), 0.05)}
+    assert 100 < len(held_out) < 200
+    assert not held_out & set(sample)
+    wanted = min(size / (sum(map(len, texts)) + 12 * len(texts)), 1) * len(texts)
+    assert 0.6 * wanted < len(sample) < 1.5 * wanted
+    if size == 10**6:
+        assert held_out | set(sample) == set(texts)
 
 
 def test_the_sample_is_spread_over_the_input(tmp_path, capsys):
@@ -223,6 +244,7 @@ def test_the_sample_is_spread_over_the_input(tmp_path, capsys):
     ("words", "fragments"),
     [
         (["tarin"], ["unknown command 'tarin'"]),
+        (["train", "--paths", "{in}", "--output", "gs://b/x.model"], ["a URL, but a path on this machine"]),
         (["train", "--paths", "none", "--output", "x.model"], ["--paths", "'none'", "matches no file"]),
         (["train", "--paths", "none"], ["--output"]),
         (["train", "--paths", "{in}", "--output", "{in}/no/x.model"], ["--output", "does not exist"]),

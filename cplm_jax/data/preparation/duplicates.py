@@ -1,20 +1,24 @@
 """Which documents occurred before, found from digests on disk in bounded memory."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from cplm_jax.data.preparation.units import Unit
 from cplm_jax.data.shards import write_file
 
-# Documents whose digests are sorted at a time: 24 bytes each.
-_AT_A_TIME = 16_000_000
+# Documents whose digests are sorted at a time: up to 80 bytes each.
+_AT_A_TIME = 8_000_000
+_NPY_HEADER = 128
 
 
 def find_duplicates(units: Sequence[Unit], at_a_time: int = _AT_A_TIME) -> int:
     """Writes, for each unit, the numbers of its documents whose text occurred earlier in the input.
 
-    Digests are uniform, so those in each of a number of equal ranges are sorted by themselves.
+    Digests are uniform, so those in each of a number of equal ranges are sorted by themselves. Every unit
+    has a digest but once, so that many copies of one text do not crowd a range. What grows with the input
+    is four bytes for each duplicate.
 
     Args:
       units: all units, in order; their digests are written.
@@ -23,39 +27,38 @@ def find_duplicates(units: Sequence[Unit], at_a_time: int = _AT_A_TIME) -> int:
     Returns:
       The number of documents that occurred before.
     """
-    digests = [np.load(unit.digests_file, mmap_mode="r") if _any(unit) else _NONE for unit in units]
-    ranges = max(1, -(-sum(map(len, digests)) // at_a_time))
-    found: list[list[np.ndarray]] = [[] for _ in units]
+    total = sum(unit.digests_file.stat().st_size - _NPY_HEADER for unit in units) // 24
+    ranges = max(1, -(-total // at_a_time))
+    found: list[list[np.ndarray]] = [[np.load(unit.repeats_file)] for unit in units]
     for part in range(ranges):
-        low, high = (np.uint64(min(2**64 * i // ranges, 2**64 - 1)) for i in (part, part + 1))
-        keys, owners, places = [], [], []
-        for number, digest in enumerate(digests):
-            first = digest[:, 0].astype(np.uint64)
-            inside = first >= low
-            if part + 1 < ranges:
-                inside &= first < high
-            place = np.flatnonzero(inside)
-            keys.append(digest[place].astype(np.uint64))
-            owners.append(np.full(len(place), number, np.int32))
-            places.append(place.astype(np.int64))
-        key, owner, place = np.concatenate(keys), np.concatenate(owners), np.concatenate(places)
-        order = np.lexsort((key[:, 1], key[:, 0]))  # stable: of equal ones, the first in the input leads
-        ordered = key[order]
+        low, high = (min(2**64 * i // ranges, 2**64) for i in (part, part + 1))
+        rows = [_between(unit.digests_file, low, high) for unit in units]
+        owner = np.repeat(np.arange(len(units), dtype=np.int32), [len(row) for row in rows])
+        entries = np.concatenate(rows)
+        order = np.lexsort((entries[:, 1], entries[:, 0]))  # stable: the first in the input leads
+        ordered = entries[order, :2]
         again = order[1:][(ordered[1:] == ordered[:-1]).all(axis=1)]
-        again = again[np.argsort(owner[again], kind="stable")]
+        again.sort()  # by unit
+        places = entries[again, 2].astype(np.uint32)
         numbers, starts = np.unique(owner[again], return_index=True)
-        for number, mine in zip(numbers.tolist(), np.split(again, starts[1:]), strict=False):
-            found[number].append(place[mine])
+        for number, mine in zip(numbers.tolist(), np.split(places, starts[1:]), strict=False):
+            found[number].append(mine)
     total = 0
     for unit, parts in zip(units, found, strict=True):
-        numbers = np.sort(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
-        total += len(numbers)
-        write_file(unit.duplicates_file, numbers)
+        duplicates = np.sort(np.concatenate(parts))
+        total += len(duplicates)
+        write_file(unit.duplicates_file, duplicates)
     return total
 
 
-_NONE = np.zeros((0, 2), np.uint64)
+def _between(path: Path, low: int, high: int) -> np.ndarray:
+    """Returns the rows of a sorted file whose key begins with a number in ``[low, high)``.
 
-
-def _any(unit: Unit) -> bool:
-    return len(np.load(unit.digests_file)) > 0  # an empty array cannot be mapped
+    Files are mapped one at a time, as each that is mapped counts as an open one.
+    """
+    if path.stat().st_size <= _NPY_HEADER:  # an empty array cannot be mapped
+        return np.zeros((0, 3), np.uint64)
+    rows = np.load(path, mmap_mode="r")
+    first = np.searchsorted(rows[:, 0], np.uint64(low))
+    end = len(rows) if high == 2**64 else np.searchsorted(rows[:, 0], np.uint64(high))
+    return np.array(rows[first:end])

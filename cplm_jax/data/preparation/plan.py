@@ -49,17 +49,25 @@ class Plan(NamedTuple):
     """All that the output follows from, as JSON."""
 
 
-def make_plan(files: Sequence[SourceFile], settings: Settings, tokenizer: Tokenizer) -> Plan:
+def make_plan(
+    files: Sequence[SourceFile], settings: Settings, tokenizer: Tokenizer, max_bad: int = 0
+) -> Plan:
     """Cuts the input into units.
 
     Raises:
-      UserError: if a file cannot be read.
+      UserError: if a file cannot be read, and ``max_bad`` is 0; else it will be a bad record.
     """
     unit_bytes = settings.unit_bytes or max(_UNIT_BYTES, sum(file.size for file in files) // _UNITS)
     units: list[list[Piece]] = [[]]
     sizes = [0]
     for file in files:
-        for piece, size in pieces_of(file, unit_bytes, settings.reading):
+        try:
+            pieces = pieces_of(file, unit_bytes, settings.reading)
+        except UserError as e:
+            if max_bad == 0:
+                raise UserError(f"{e} (--max_bad N skips and counts up to N such files)") from e
+            pieces = [(Piece(file, 0, None), file.size)]
+        for piece, size in pieces:
             if units[-1] and sizes[-1] + size > unit_bytes:
                 units.append([])
                 sizes.append(0)
@@ -100,13 +108,13 @@ def check_same(before: dict[str, Any], plan: Plan, output: Path) -> None:
     now = plan.record
     differing = [key for key in now if key != "sources" and before.get(key) != now[key]]
     whats = [f"{key} (then {before.get(key)}, now {now[key]})" for key in differing]
-    then, here = ({entry[0]: entry[1:] for entry in r.get("sources", [])} for r in (before, now))
-    changed = sorted(name for name in then.keys() | here.keys() if then.get(name) != here.get(name))
+    then, here = ({tuple(entry) for entry in record.get("sources", [])} for record in (before, now))
+    changed = sorted({entry[0] for entry in then ^ here})
     if changed:
-        whats.append(f"{len(changed):,} source files, {changed[0]} among them")
+        whats.append(f"{len(changed):,} source files are new, gone or changed, {changed[0]} among them")
     raise UserError(
-        f"--output {output}: another preparation was begun there; what differs: {'; '.join(whats)}; give "
-        "the same command to go on with it, or another folder"
+        f"--output {output}: a preparation was begun there from something else: {'; '.join(whats)}; remove "
+        "the folder to start again, or choose another"
     )
 
 

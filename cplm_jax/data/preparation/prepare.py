@@ -1,25 +1,15 @@
-"""Runs a preparation: plans it or goes on with it, spreads its units over processes, writes the manifest."""
+"""Runs a preparation: plans it or goes on with it, has its units worked on, writes the manifest."""
 
-import concurrent.futures
 import contextlib
 import fcntl
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
 import shutil
-import signal
-import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from cplm_jax.data.files import SourceFile
 from cplm_jax.data.preparation.duplicates import find_duplicates
@@ -31,13 +21,15 @@ from cplm_jax.data.preparation.plan import (
     make_plan,
     read_record,
 )
+from cplm_jax.data.preparation.processes import Job, run
 from cplm_jax.data.preparation.units import (
     KEPT_MESSAGES,
-    Stopped,
     Unit,
     check_bad,
     digest_unit,
+    files_of,
     finished_parts,
+    hash_unit,
     is_finished,
     prepare_unit,
 )
@@ -92,7 +84,7 @@ def prepare(
     inside = next((f for f in files if Path(f.path).resolve().is_relative_to(place)), None)
     if inside is not None:
         raise UserError(f"--output {output}: the input {inside.path} lies in it; choose another folder")
-    plan = make_plan(files, settings, tokenizer)
+    plan = make_plan(files, settings, tokenizer, max_bad)
     try:
         with _claimed(output):
             return _prepare(plan, tokenizer, output, settings, max_bad, processes, report, quiet)
@@ -166,12 +158,21 @@ def _prepare(
         f"{len(plan.files):,} files of {sum(f.size for f in plan.files):,} bytes, in {len(units):,} units, "
         f"{sum(map(is_finished, units)):,} of them finished before"
     )
+    sizes = dict(enumerate(plan.sizes))
     if settings.deduplicate:
-        missing = [unit for unit in units if not unit.digests_file.exists()]
-        _run("reading", digest_unit, missing, plan, tokenizer, processes, quiet)
+        left = [unit for unit in units if not unit.digests_file.exists()]
+        run(Job("reading", digest_unit, left, sizes), tokenizer, processes, quiet)
         if not all(unit.duplicates_file.exists() for unit in units):
             report(f"{find_duplicates(units):,} documents occurred before")
-    _run("preparing", prepare_unit, units, plan, tokenizer, processes, quiet)
+    left = [unit for unit in units if not is_finished(unit)]
+    bad = _BadRecords(max_bad)
+    for unit in units:
+        if is_finished(unit):
+            bad.add(unit)
+    run(Job("preparing", prepare_unit, left, sizes, bad.add), tokenizer, processes, quiet)
+    left = [unit for unit in units if not unit.hashes_file.exists()]
+    sizes = {unit.number: sum(file.size for file in files_of(unit)) for unit in units}
+    run(Job("hashing", hash_unit, left, sizes), tokenizer, processes, quiet)
     check_unchanged(plan, output)
     manifest = _finish(plan, units, tokenizer)
     shutil.rmtree(work)
@@ -195,14 +196,19 @@ def _settings_of(plan: Plan) -> dict[str, Any]:
 def _finish(plan: Plan, units: Sequence[Unit], tokenizer: Tokenizer) -> dict[str, Any]:
     """Joins the records of all parts to the manifest and writes it, last of all."""
     output = units[0].output
+    if not all(map(is_finished, units)):
+        raise MachineError(
+            f"{output}: shards that were written are gone or damaged; the same command makes them again"
+        )
     parts = [(unit, number, part) for unit in units for number, part in enumerate(finished_parts(unit))]
     documents: Counter[str] = Counter()
     hashes: dict[str, str] = {}
     messages: list[str] = []
     for _, _, part in parts:
         documents.update(part["documents_of"])
-        hashes |= part["source_sha256"]
         messages += part["messages"]
+    for unit in units:
+        hashes |= json.loads(unit.hashes_file.read_bytes())
     write_file(output / tokenizer.file_name, tokenizer.proto)
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -231,7 +237,7 @@ def _finish(plan: Plan, units: Sequence[Unit], tokenizer: Tokenizer) -> dict[str
         write_file(path, np.concatenate([np.zeros(0, np.uint32), *lengths]))
         manifest[side] = {
             name: sum(shard[name] for shard in shards)
-            for name in ("documents", "tokens", "bytes", "repeated_targets", "records")
+            for name in ("documents", "tokens", "bytes", "repeated_targets", "inexact", "records")
         } | {"lengths_size": path.stat().st_size, "lengths_sha256": sha256_of(path), "shards": shards}
     if manifest["train"]["documents"] == 0:
         raise UserError("the input has no training document; give more, or a smaller --validation_fraction")
@@ -239,159 +245,19 @@ def _finish(plan: Plan, units: Sequence[Unit], tokenizer: Tokenizer) -> dict[str
     return manifest
 
 
-# Units over processes
-
-
-class _Counters:
-    """Progress of all processes, and the sign to stop.
+class _BadRecords:
+    """Counts bad records of all units up to the limit.
 
     Args:
-      context: makes what the processes share.
-      shown: called now and then, in the process that counts.
+      limit: bad records that are skipped and counted.
     """
 
-    def __init__(self, context: Any = multiprocessing, shown: Callable[["_Counters"], None] | None = None):
-        self.values = context.Array("q", 3)
-        self.parent, self._shown = os.getpid(), shown
-        self._documents = self._size = 0
-        self._last = 0.0
+    def __init__(self, limit: int):
+        self._limit, self._count, self._message = limit, 0, ""
 
-    def add(self, documents: int, size: int) -> None:
-        """Counts documents, and bytes of input; others see it now and then."""
-        self._documents += documents
-        self._size += size
-        now = time.monotonic()
-        if now - self._last > 0.2:
-            self.flush()
-            self._last = now
-
-    def flush(self) -> None:
-        """Lets other processes see all that was counted."""
-        with self.values.get_lock():
-            self.values[0] += self._documents
-            self.values[1] += self._size
-        self._documents = self._size = 0
-        if self._shown is not None:
-            self._shown(self)
-
-    def stop(self) -> None:
-        """Ends the work of all processes."""
-        self.values[2] = 1
-
-    def check(self) -> None:
-        """Raises :class:`Stopped` if the work is over, or the parent is gone."""
-        if self.values.get_obj()[2] or (os.getpid() != self.parent and os.getppid() != self.parent):
-            raise Stopped
-
-
-_Work = Callable[..., None]
-_process: tuple[_Counters, Tokenizer]  # of a worker, set when it starts
-
-
-def _start(counters: _Counters, proto: bytes) -> None:
-    global _process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the work
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _process = counters, Tokenizer(proto)
-
-
-def _end_with_parent() -> None:
-    # A worker that waits for work does not notice that its parent was killed.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _work(work: _Work, unit: Unit) -> None:
-    counters, tokenizer = _process
-    try:
-        _apply(work, unit, tokenizer, counters)
-    finally:
-        counters.flush()
-
-
-def _apply(work: _Work, unit: Unit, tokenizer: Tokenizer, counters: _Counters) -> None:
-    if work is digest_unit:
-        work(unit, counters)
-    else:
-        work(unit, tokenizer, counters)
-
-
-def _run(
-    name: str,
-    work: _Work,
-    units: Sequence[Unit],
-    plan: Plan,
-    tokenizer: Tokenizer,
-    processes: int,
-    quiet: bool,
-) -> None:
-    """Does ``work`` on all units."""
-    left = [unit for unit in units if work is digest_unit or not is_finished(unit)]
-    undone = {unit.number for unit in left}
-    finished = [unit for unit in units if unit.number not in undone]
-    before = [part for unit in finished for part in finished_parts(unit)]
-    bad = sum(part["bad"] for part in before)
-    if units and work is not digest_unit:
-        messages = [part["last_message"] for part in before if part["last_message"]]
-        check_bad(bad, units[0].max_bad, messages[-1] if messages else "")
-    finished_size = sum(plan.sizes[unit.number] for unit in finished)
-    bar = tqdm(
-        total=sum(plan.sizes[unit.number] for unit in units),
-        initial=finished_size,
-        desc=name,
-        unit="B",
-        unit_scale=True,
-        file=sys.stderr,
-        disable=quiet or not left,
-        mininterval=1,
-    )
-    with bar:
-        began = time.monotonic()
-
-        def show(counters: _Counters) -> None:
-            documents, size, _ = counters.values[:]
-            rate = documents / max(time.monotonic() - began, 1e-3)
-            bar.set_postfix_str(f"{documents:,} documents, {rate:,.0f}/s", refresh=False)
-            bar.update(finished_size + size - bar.n)
-
-        if processes == 1:
-            counters = _Counters(shown=show)
-            for unit in left:
-                _apply(work, unit, tokenizer, counters)
-                counters.flush()
-                bad = _count_bad(unit, work, bad)
-            return
-        context = multiprocessing.get_context("spawn")
-        counters = _Counters(context)
-        pool = concurrent.futures.ProcessPoolExecutor(
-            min(processes, max(len(left), 1)), context, _start, (counters, tokenizer.proto)
-        )
-        try:
-            futures = {pool.submit(_work, work, unit): unit for unit in left}
-            waiting = set(futures)
-            while waiting:
-                done, waiting = concurrent.futures.wait(waiting, 0.5, concurrent.futures.FIRST_COMPLETED)
-                show(counters)
-                for future in done:
-                    future.result()
-                    bad = _count_bad(futures[future], work, bad)
-        except BrokenProcessPool as e:
-            raise MachineError(
-                "a process of the preparation was killed, perhaps for want of memory; the same command goes "
-                "on from the last finished part; fewer --processes need less"
-            ) from e
-        finally:
-            counters.stop()
-            pool.shutdown(cancel_futures=True)
-
-
-def _count_bad(unit: Unit, work: _Work, bad: int) -> int:
-    if work is digest_unit:
-        return 0
-    parts = finished_parts(unit)
-    found = bad + sum(part["bad"] for part in parts)
-    message = next((part["last_message"] for part in reversed(parts) if part["last_message"]), "")
-    check_bad(found, unit.max_bad, message)
-    return found
+    def add(self, unit: Unit) -> None:
+        """Counts those of a finished unit. Raises :class:`UserError` if it is one too many."""
+        for part in finished_parts(unit):
+            self._count += part["bad"]
+            self._message = part["last_message"] or self._message
+        check_bad(self._count, self._limit, self._message)

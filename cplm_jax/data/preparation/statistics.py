@@ -27,6 +27,12 @@ def summary(manifest: dict[str, Any], output: Path) -> str:
             f"  to copy: {part['repeated_targets'] / targets:.1%} of the targets occur earlier in their "
             "document",
         ]
+        inexact = part.get("inexact", 0)
+        if inexact:
+            lines.append(
+                f"  not had back byte for byte: {inexact:,} documents, in which the tokenizer adds, drops or "
+                "changes characters"
+            )
     skipped = manifest["skipped"]
     lines.append(f"skipped: {skipped['bad_records']:,} bad records, {skipped['duplicates']:,} duplicates")
     return "\n".join(lines)

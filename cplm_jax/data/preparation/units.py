@@ -5,13 +5,12 @@ whatever a kill leaves half-done has no record and is made again, the same.
 """
 
 import hashlib
-import io
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from cplm_jax.data.tokenizer import Tokenizer
 from cplm_jax.errors import UserError, first_line
 
 KEPT_MESSAGES = 20
+_HASHED_BYTES = 2**22
 
 
 class Progress(Protocol):
@@ -74,21 +74,47 @@ class Unit(NamedTuple):
 
     @property
     def digests_file(self) -> Path:
-        """Digests of the unit's documents."""
+        """Digests of the unit's documents, each once, and the number of the document that has it first."""
         return self.work / f"digests-{self.number:05}.npy"
+
+    @property
+    def repeats_file(self) -> Path:
+        """Numbers of the unit's documents that occurred earlier in the unit."""
+        return self.work / f"repeats-{self.number:05}.npy"
 
     @property
     def duplicates_file(self) -> Path:
         """Numbers of the unit's documents that occurred before."""
         return self.work / f"duplicates-{self.number:05}.npy"
 
+    @property
+    def hashes_file(self) -> Path:
+        """SHA-256 of the files that begin in the unit."""
+        return self.work / f"sha256-{self.number:05}.json"
+
 
 def finished_parts(unit: Unit) -> list[dict[str, Any]]:
-    """Returns the records of the parts that were finished before."""
+    """Returns the records of the parts that were finished before and whose files are all there."""
     parts: list[dict[str, Any]] = []
     while unit.part_file(len(parts)).exists():
-        parts.append(json.loads(unit.part_file(len(parts)).read_bytes()))
+        part = json.loads(unit.part_file(len(parts)).read_bytes())
+        if not all(_is_there(unit, side, len(parts), part["sides"][side]) for side in part["sides"]):
+            break
+        parts.append(part)
     return parts
+
+
+def _is_there(unit: Unit, side: str, part: int, described: dict[str, Any]) -> bool:
+    shard = unit.output / described["file"]
+    sizes = {
+        shard: described["size"],
+        shard.with_name(names_file(shard.name)): described["names_size"],
+        unit.lengths_file(side, part): None,
+    }
+    try:
+        return all(path.stat().st_size == size or size is None for path, size in sizes.items())
+    except FileNotFoundError:
+        return False
 
 
 def is_finished(unit: Unit) -> bool:
@@ -107,8 +133,9 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def digest_unit(unit: Unit, progress: Progress) -> None:
+def digest_unit(unit: Unit, tokenizer: Tokenizer, progress: Progress) -> None:
     """Writes the digests of a unit's documents."""
+    del tokenizer
     digests = bytearray()
     bad = _Bad(unit.max_bad)
     for _, record in _records(unit, progress):
@@ -117,8 +144,41 @@ def digest_unit(unit: Unit, progress: Progress) -> None:
         else:
             digests += text_digest(record.data)
             progress.add(1, 0)
-    array = np.frombuffer(bytes(digests), ">u8").reshape(-1, 2)
-    write_file(unit.digests_file, array)
+    write_digests(unit, np.frombuffer(digests, ">u8").reshape(-1, 2))
+
+
+def write_digests(unit: Unit, digests: np.ndarray) -> None:
+    """Writes digests of shape (documents, 2), in order, to the unit's files."""
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: of equal ones, the first leads
+    ordered = digests[order].astype(np.uint64)
+    again = np.zeros(len(order), bool)
+    again[1:] = (ordered[1:] == ordered[:-1]).all(axis=1)
+    write_file(unit.repeats_file, np.sort(order[again]).astype(np.uint32))
+    first = order[~again].astype(np.uint64)
+    write_file(unit.digests_file, np.concatenate([ordered[~again], first[:, None]], axis=1))
+
+
+def hash_unit(unit: Unit, tokenizer: Tokenizer, progress: Progress) -> None:
+    """Writes the SHA-256 of the files that begin in a unit."""
+    del tokenizer
+    hashes = {}
+    for file in files_of(unit):
+        digest = hashlib.sha256()
+        try:
+            with open_file(file) as stream:
+                while block := stream.read(_HASHED_BYTES):
+                    digest.update(block)
+                    progress.add(0, len(block))
+                    progress.check()
+        except OSError as e:
+            raise UserError(f"{file.path}: cannot read it: {e.strerror or first_line(e)}") from e
+        hashes[file.path] = digest.hexdigest()
+    write_file(unit.hashes_file, json.dumps(hashes).encode())
+
+
+def files_of(unit: Unit) -> list[SourceFile]:
+    """Returns the files that begin in a unit."""
+    return [piece.file for piece in unit.pieces if piece.start == 0]
 
 
 def prepare_unit(unit: Unit, tokenizer: Tokenizer, progress: Progress) -> None:
@@ -135,9 +195,10 @@ def prepare_unit(unit: Unit, tokenizer: Tokenizer, progress: Progress) -> None:
     done = sum(part["records"] for part in before)
     good = done - sum(part["bad"] for part in before)
     bad = _Bad(unit.max_bad, sum(part["bad"] for part in before))
-    duplicates = frozenset[int]()
+    duplicates = np.zeros(0, np.uint32)
     if unit.settings.deduplicate:
-        duplicates = frozenset(np.load(unit.duplicates_file).tolist())
+        duplicates = np.load(unit.duplicates_file)
+    dropped = int(np.searchsorted(duplicates, good))
     part = _Part(unit, len(before), tokenizer)
     for number, (file, record) in enumerate(_records(unit, progress)):
         if number < done:
@@ -148,7 +209,8 @@ def prepare_unit(unit: Unit, tokenizer: Tokenizer, progress: Progress) -> None:
             part.add_bad(record)
             continue
         good += 1
-        if good - 1 in duplicates:
+        if dropped < len(duplicates) and duplicates[dropped] == good - 1:
+            dropped += 1
             part.duplicates += 1
             continue
         part.add(file, record)
@@ -156,7 +218,20 @@ def prepare_unit(unit: Unit, tokenizer: Tokenizer, progress: Progress) -> None:
         if part.full:
             part.finish(last=False)
             part = _Part(unit, part.number + 1, tokenizer)
+    if unit.settings.deduplicate:
+        _check_read_alike(unit, good)
     part.finish(last=True)
+
+
+def _check_read_alike(unit: Unit, documents: int) -> None:
+    """Raises :class:`UserError` if the unit had more or fewer documents when duplicates were looked for."""
+    before = sum(len(np.load(path)) for path in (unit.digests_file, unit.repeats_file))
+    if before != documents:
+        names = f"{unit.pieces[0].file.path} to {unit.pieces[-1].file.path}"
+        raise UserError(
+            f"{names}: {before:,} documents were read first, and then {documents:,}, so that the wrong ones "
+            f"may have been dropped as duplicates; remove {unit.output} and prepare again"
+        )
 
 
 def _records(unit: Unit, progress: Progress) -> Iterator[tuple[SourceFile, Document | BadRecord]]:
@@ -199,8 +274,8 @@ class _Shard:
         self._names_scratch = unit.work / f"{names_file(self._name)}.{os.getpid()}.partial"
         self._names = open(self._names_scratch, "wb")  # noqa: SIM115 - closed in finish
 
-    def add(self, name: str, document: Document, tokens: np.ndarray) -> None:
-        """Appends a document."""
+    def add(self, name: str, document: Document, tokens: np.ndarray, size: int) -> None:
+        """Appends a document, of which ``size`` bytes can be had back from its tokens."""
         self._writer.add(tokens)
         self._names.write(json.dumps(name).encode() + b"\n")
         self.counts.update(
@@ -209,6 +284,7 @@ class _Shard:
             bytes=len(document.data),
             # All occurrences of a token but its first are targets that occurred earlier.
             repeated_targets=len(tokens) - len(np.unique(tokens)),
+            inexact=int(size != len(document.data)),
         )
 
     def finish(self) -> dict[str, Any]:
@@ -226,6 +302,7 @@ class _Shard:
             "records": int(records_of(lengths).sum()),
             "size": shard.stat().st_size,
             "sha256": sha256_of(shard),
+            "names_size": names.stat().st_size,
             "names_sha256": sha256_of(names),
         }
 
@@ -239,7 +316,7 @@ class _Part:
         self._messages: list[str] = []
         self._last_message: str | None = None
         self._unit, self._tokenizer = unit, tokenizer
-        self._dtype = token_dtype(tokenizer.size)
+        self._dtype, self._sizes = token_dtype(tokenizer.size), tokenizer.byte_lengths(tokenizer.size)
         self._shards: dict[str, _Shard] = {}
         self._documents: Counter[str] = Counter()
 
@@ -256,7 +333,8 @@ class _Part:
         if side not in self._shards:
             self._shards[side] = _Shard(self._unit, side, self.number, self._dtype)
         tokens = self._tokenizer.encode_array(document.text)
-        self._shards[side].add(f"{file.name} {document.record}".rstrip(), document, tokens)
+        size = int(self._sizes[tokens].sum())
+        self._shards[side].add(f"{file.name} {document.record}".rstrip(), document, tokens, size)
         self._documents[file.path] += 1
 
     def add_bad(self, record: BadRecord) -> None:
@@ -276,22 +354,6 @@ class _Part:
             "last_message": self._last_message,
             "duplicates": self.duplicates,
             "documents_of": dict(self._documents),
-            "source_sha256": _source_hashes(self._unit) if last else {},
             "sides": {side: shard.finish() for side, shard in self._shards.items()},
         }
         write_file(self._unit.part_file(self.number), json.dumps(record).encode())
-
-
-def _source_hashes(unit: Unit) -> dict[str, str]:
-    """Returns the SHA-256 of the files that begin in a unit."""
-    hashes = {}
-    for piece in unit.pieces:
-        if piece.start == 0:
-            try:
-                with open_file(piece.file) as file:
-                    hashes[piece.file.path] = hashlib.file_digest(
-                        cast(io.BufferedReader, file), "sha256"
-                    ).hexdigest()
-            except OSError as e:
-                raise UserError(f"{piece.file.path}: cannot read it: {e.strerror or first_line(e)}") from e
-    return hashes
