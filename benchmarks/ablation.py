@@ -2,10 +2,11 @@
 
     python benchmarks/ablation.py --prose 'brown/*.txt' --results ablation.jsonl --table ablation.md
 
-Members: the grid of gates, alignments and pointers, and named extras on top of its default. All
-runs of a seed start from the same initial values, as far as they share parameters, and see the
-same batches; so a member is compared with the baseline seed by seed. Every finished run is a line
-of the results file, and the same command goes on after them. benchmarks/README.md tells more.
+Members: the grid of gates, alignments and pointers with plain scores, the default, which normalizes
+them, and named extras on top of the default. All runs of a seed start from the same initial values, as
+far as they share parameters, and see the same batches; so a member is compared with the baseline seed by
+seed. Every finished run is a line of the results file, and the same command goes on after them.
+benchmarks/README.md tells more.
 """
 
 import argparse
@@ -36,7 +37,11 @@ Flags = dict[str, str]
 Row = dict[str, Any]
 
 BASELINE: Flags = {"model.copy_head": "null"}
-DEFAULT: Flags = {"model.copy_head.gate": "shared_softmax", "model.copy_head.alignment": "both"}
+DEFAULT: Flags = {
+    "model.copy_head.gate": "shared_softmax",
+    "model.copy_head.alignment": "both",
+    "model.copy_head.normalize": "true",
+}
 
 GATES = ("learned", "sentinel", "shared_softmax")
 ALIGNMENTS = ("preceding", "containing", "both")
@@ -46,7 +51,6 @@ EXTRA: dict[str, Flags] = {
     "confidence": DEFAULT | {"model.copy_head.gate": "confidence"},
     "context_logits": DEFAULT | {"model.copy_head.gate": "context_logits"},
     "context_logits_sum": DEFAULT | {"model.copy_head.gate": "context_logits_sum"},
-    "normalize": DEFAULT | {"model.copy_head.normalize": "true"},
     "recency_bias": DEFAULT | {"model.copy_head.recency_bias": "true"},
     "key_layer": DEFAULT | {"model.copy_head.key_layer": "2"},
     "z_loss": DEFAULT | {"train.z_loss": "1e-4"},
@@ -57,11 +61,15 @@ EXTRA: dict[str, Flags] = {
 def _grid() -> dict[str, Flags]:
     members = {"baseline": BASELINE}
     for pointers, gate, alignment in itertools.product(POINTERS, GATES, ALIGNMENTS):
-        flags = {"model.copy_head.gate": gate, "model.copy_head.alignment": alignment}
+        flags = {
+            "model.copy_head.gate": gate,
+            "model.copy_head.alignment": alignment,
+            "model.copy_head.normalize": "false",
+        }
         if pointers != 1:
             flags["model.copy_head.pointers"] = str(pointers)
         members[f"{gate}-{alignment}-{pointers}"] = flags
-    return members
+    return members | {"default": DEFAULT}
 
 
 GRID = _grid()
@@ -69,7 +77,7 @@ MEMBERS = GRID | EXTRA
 GROUPS: dict[str, tuple[str, ...]] = {
     "grid": tuple(GRID),
     "extra": tuple(EXTRA),
-    "longer": ("baseline@4", "shared_softmax-both-1@4"),
+    "longer": ("baseline@4", "default@4"),
 }
 
 # Column of the tables: suite and name of the figure in it.

@@ -85,7 +85,7 @@ class CopyHeadConfig:
     over the LM head and the pointers."""
     width: Positive = 64
     """Width C of each pointer's queries and keys."""
-    normalize: bool = False
+    normalize: bool = True
     """Whether queries and keys are scaled to length 1, and scores by a learned temperature."""
     recency_bias: bool = False
     """Whether scores lose a learned multiple (positive, one per pointer) of the distance in tokens."""
