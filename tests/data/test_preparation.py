@@ -705,10 +705,10 @@ def test_a_full_disk_while_a_shard_is_written(source, model, tmp_path):
     big = tmp_path / "in.jsonl"
     big.write_text("".join(json.dumps({"text": " ".join(make_texts(100, i))}) + "\n" for i in range(60)))
     words = ["prepare", "--paths", str(big), "--tokenizer", str(model), "--output", str(tmp_path / "out")]
+    limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "-"]
     for count in ("1", "2"):
         done = subprocess.run(
-            ["bash", "-c", 'ulimit -f 200; exec "$@"', "-", sys.executable, "-m", "cplm_jax", *words]
-            + ["--processes", count],
+            [*limited, sys.executable, "-m", "cplm_jax", *words, "--processes", count],
             cwd=ROOT,
             capture_output=True,
             text=True,
