@@ -53,6 +53,8 @@ EXTRA: dict[str, Flags] = {
     "context_logits_sum": DEFAULT | {"model.copy_head.gate": "context_logits_sum"},
     "recency_bias": DEFAULT | {"model.copy_head.recency_bias": "true"},
     "key_layer": DEFAULT | {"model.copy_head.key_layer": "2"},
+    "preceding": DEFAULT | {"model.copy_head.alignment": "preceding"},
+    "two_pointers": DEFAULT | {"model.copy_head.pointers": "2"},
     "z_loss": DEFAULT | {"train.z_loss": "1e-4"},
     "pointer_loss": DEFAULT | {"train.pointer_loss": "0.1"},
 }
