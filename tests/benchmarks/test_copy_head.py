@@ -114,7 +114,7 @@ def test_ratios_are_those_of_what_was_measured(measured):
     assert case["rows"] * case["length"] == TOKENS
     measures = case["measures"]
     added = measures["parameters"]["copy_head"] - measures["parameters"]["baseline"]
-    assert added == 2 * WIDTH * COPY + WIDTH + 1  # two projections, the gate's vector and its bias
+    assert added == 2 * WIDTH * COPY + WIDTH + 2  # two projections, the gate's vector and bias, a temperature
     assert measures["peak_bytes"]["baseline"] > measures["temp_bytes"]["baseline"]
     assert len(measures["step_seconds"]["pairs"]) == 3
     for name, entry in measures.items():
