@@ -61,6 +61,7 @@ def test_matrices_alone_are_decayed():
     }
     assert {name for name, decayed in found.items() if not decayed} == {
         "blocks.attention_norm.scale",
+        "copy_head.log_temperature",
         "blocks.mlp_norm.scale",
         "final_norm.scale",
         "copy_head.gate_kernel",
