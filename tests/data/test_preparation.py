@@ -601,7 +601,7 @@ def test_workers_end_with_a_parent_that_is_killed(source, tokenizer, tmp_path):
     command = [sys.executable, str(driver), str(source), str(model), str(tmp_path / "out"), "2", "False"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list(tmp_path.glob("out/work/*.partial")):
+    while process.poll() is None and not list((tmp_path / "out" / "work").glob("*.partial")):
         time.sleep(0.001)
     process.kill()
     process.wait()
