@@ -82,7 +82,9 @@ def prepare_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", type=path_word, required=True, metavar="DIR", help="folder to make")
     _add_fraction(parser, "share of the documents to hold out, by a hash of their text")
     parser.add_argument(
-        "--deduplicate", action="store_true", help="keep the first of equal documents; reads the input twice"
+        "--deduplicate",
+        action="store_true",
+        help="keep the first of equal documents; reads the input once more",
     )
     parser.add_argument(
         "--processes",

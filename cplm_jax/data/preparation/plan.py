@@ -82,6 +82,8 @@ def make_plan(
         "deduplicate": settings.deduplicate,
         "shard_tokens": settings.shard_tokens,
         "unit_bytes": unit_bytes,
+        # Where a file could not be read when it was cut, another cut would number the units differently.
+        "unit_pieces": [len(unit) for unit in units],
         "sources": [[file.name, file.size, version_of(file)] for file in files],
     }
     return Plan(list(files), units, sizes, record)

@@ -190,7 +190,11 @@ def _check_finished(manifest: dict[str, Any], plan: Plan, output: Path) -> None:
 
 
 def _settings_of(plan: Plan) -> dict[str, Any]:
-    return {k: v for k, v in plan.record.items() if k not in ("sources", "tokenizer", "format_version")}
+    return {
+        k: v
+        for k, v in plan.record.items()
+        if k not in ("sources", "tokenizer", "format_version", "unit_pieces")
+    }
 
 
 def _finish(plan: Plan, units: Sequence[Unit], tokenizer: Tokenizer) -> dict[str, Any]:
