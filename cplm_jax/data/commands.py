@@ -84,7 +84,7 @@ def prepare_command(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--deduplicate",
         action="store_true",
-        help="keep the first of equal documents; reads the input once more",
+        help="keep the first of equal documents; reads the input again",
     )
     parser.add_argument(
         "--processes",
