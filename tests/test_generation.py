@@ -1,5 +1,6 @@
 """Generation draws from the mixture, filtered as asked."""
 
+import itertools
 from pathlib import Path
 
 import jax
@@ -87,13 +88,24 @@ def greedy(model, exact_next, prompt, count, eos=None):
 
 def test_a_text_ends_at_eos_and_the_others_go_on(model, exact_next, monkeypatch):
     words = [
-        "return self value_a1 value_a1",
-        "def index",
-        "print data layer_c3",
-        "for batch in",
-        "model paste",
+        "def",
+        "return",
+        "self",
+        "value_a1",
+        "index",
+        "print",
+        "data",
+        "layer_c3",
+        "for",
+        "batch",
+        "in",
+        "model",
+        "paste",
+        "token",
+        "copy_b7",
     ]
-    for first in words:  # one whose continuation changes, so that it can end there
+    # A prompt whose continuation changes, so that it can end there.
+    for first in map(" ".join, itertools.permutations(words, 2)):
         ids = greedy(model, exact_next, first, 12)
         ends = [i for i in range(1, len(ids)) if ids[i] not in ids[:i]]
         if ends:
