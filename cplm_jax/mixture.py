@@ -81,7 +81,7 @@ class Totals(NamedTuple):
 
 
 def gate_logits(pointer: Pointer, totals: Totals) -> tuple[Float[Array, "batch length #pointers"], ...]:
-    """Returns the gate logit ``g_t`` of every pointer, as terms to be added from left to right.
+    """Returns the gate logit ``g_t`` of every pointer, as terms to be added.
 
     ``learned``: ``w . h_t + b``, as in the pointer-generator (See et al. 2017).
     ``sentinel``: ``A_t - q_t . s`` (Merity et al. 2017).
@@ -107,7 +107,8 @@ def gate_logits(pointer: Pointer, totals: Totals) -> tuple[Float[Array, "batch l
     assert pointer.confidence is not None
     entropy = totals.copy_rest - totals.copy_mean
     of_total, of_entropy = pointer.confidence
-    return term, of_total * totals.copy_peak, of_total * totals.copy_rest + of_entropy * entropy
+    product, lost = _product_and_lost(of_total, totals.copy_peak)
+    return term, product, lost, of_total * totals.copy_rest + of_entropy * entropy
 
 
 def mix(
@@ -125,18 +126,47 @@ def mix(
     return jnp.where(some_valid, mixed, log_lm)
 
 
-def _logsumexp_of_sums(terms: Sequence[Float[Array, "... #n"]]) -> tuple[Array, Array]:
-    """Returns ``lse_i s_i`` and ``s_i - lse_i s_i`` over the last axis, where ``s`` is the sum of the terms.
+def _sum_and_lost(terms: Sequence[Array]) -> tuple[Array, Array]:
+    """Returns the sum of terms, and what rounding took from it (Knuth's two-sum for each addition)."""
+    total, lost = terms[0], jnp.zeros_like(terms[0])
+    for term in terms[1:]:
+        larger = total + term
+        added = larger - total
+        lost += (total - (larger - added)) + (term - added)
+        total = larger
+    lost = jax.lax.stop_gradient(lost)
+    rounded = total + lost
+    return rounded, jax.lax.stop_gradient(lost - (rounded - total))
 
-    Terms may be far larger than differences of sums: each term's value at the largest sum is
-    subtracted from it before terms are added.
+
+def _product_and_lost(a: Array, b: Array) -> tuple[Array, Array]:
+    """Returns the product in float32, and what rounding took from it (Dekker 1971)."""
+    product = a * b
+
+    def halves(x: Array) -> tuple[Array, Array]:
+        scaled = x * 4097.0  # 2^12 + 1 leaves 12 of 24 bits
+        high = scaled - (scaled - x)
+        return high, x - high
+
+    (a_high, a_low), (b_high, b_low) = halves(a), halves(b)
+    lost = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    return product, jax.lax.stop_gradient(lost)
+
+
+def _logsumexp_of_sums(terms: Sequence[Float[Array, "... #n"]]) -> tuple[Array, Array, Array]:
+    """Returns ``lse_i s_i``, what rounding took from it, and ``s_i - lse_i s_i``, over the last axis.
+
+    ``s`` is the sum of the terms, which may be far larger than differences of sums: each term's value at
+    the largest sum is subtracted from it before terms are added, and what rounding takes is added after.
     """
     terms = jnp.broadcast_arrays(*terms)
     best = jnp.argmax(functools.reduce(jnp.add, terms), axis=-1, keepdims=True)
     at_best = [jax.lax.stop_gradient(jnp.take_along_axis(term, best, axis=-1)) for term in terms]
-    above = functools.reduce(jnp.add, (term - most for term, most in zip(terms, at_best, strict=True)))
+    pairs = zip(terms, at_best, strict=True)
+    above = jnp.add(*_sum_and_lost([part for term, most in pairs for part in (term, -most)]))
     rest = jnp.log(jnp.sum(jnp.exp(above), axis=-1, keepdims=True))
-    return (functools.reduce(jnp.add, at_best) + rest)[..., 0], above - rest
+    total, lost = _sum_and_lost([*at_best, rest])
+    return total[..., 0], lost[..., 0], above - rest
 
 
 def target_terms(
@@ -180,7 +210,7 @@ def target_terms(
     total = jnp.where(some_valid[..., None], copy.total, 0.0)
     match = jnp.where(some_match[..., None], copy.match, 0.0)
     totals = Totals(copy.peak, total, copy.mean, lm.peak[..., None], lm.rest[..., None])
-    gate, log_share = _logsumexp_of_sums(gate_logits(pointer, totals))
+    gate, _, log_share = _logsumexp_of_sums(gate_logits(pointer, totals))
     log_copy = jnp.where(some_match, jax.nn.logsumexp(log_share + (match - total), axis=-1), LOWEST)
     log_prob = mix(log_lm, log_copy, gate, some_valid)
     responsibility = jnp.where(some_match, jnp.exp(jax.nn.log_sigmoid(gate) + log_copy - log_prob), 0.0)
@@ -197,6 +227,8 @@ class CopyDistribution(NamedTuple):
     valid: Bool[Array, "batch length candidates"]
     gate: Float[Array, "batch length"]
     """g_t."""
+    gate_lost: Float[Array, "batch length"]
+    """What rounding took from g_t."""
 
 
 def copy_distribution(
@@ -220,10 +252,11 @@ def copy_distribution(
     mean = jnp.sum(jnp.where(valid_p, jnp.exp(log_probs) * scores, 0.0), axis=-1)
     lm_peak, lm_rest = _lm_total(logits)
     totals = Totals(peak, rest, mean, lm_peak, lm_rest)
-    gate, log_share = _logsumexp_of_sums(gate_logits(pointer, totals))
+    gate, gate_lost, log_share = _logsumexp_of_sums(gate_logits(pointer, totals))
     # One scatter serves all pointers: their shares of a candidate are added up before it.
     shares = jnp.where(valid_p, log_share[..., None] + log_probs, 0.0)
-    return CopyDistribution(jnp.where(valid, jax.nn.logsumexp(shares, axis=2), LOWEST), valid, gate)
+    log_prob = jnp.where(valid, jax.nn.logsumexp(shares, axis=2), LOWEST)
+    return CopyDistribution(log_prob, valid, gate, gate_lost)
 
 
 def log_distribution(
@@ -280,8 +313,8 @@ def context_log_softmax(
         copy = copy_distribution(logits, pointer, index)
         log_match = logsumexp_by_token(copy.log_prob, copy.valid, tokens, vocabulary, method)
         received = log_match > LOWEST
-        total = jnp.where(received, copy.gate[..., None], 0.0)
-        parts = (logits, total, jnp.where(received, log_match, 0.0))
+        copied = (copy.gate[..., None], copy.gate_lost[..., None], log_match)
+        parts = (logits, *(jnp.where(received, part, 0.0) for part in copied))
     else:
         valid = pointer.valid(index)
         scores = jnp.sum(copy_scores(pointer, index), axis=2)
@@ -289,7 +322,7 @@ def context_log_softmax(
         occurrences = sum_by_token(jnp.ones_like(scores), valid, tokens, vocabulary, method)
         received = occurrences > 0
         parts = (logits, added, occurrences * jnp.sum(pointer.gate_term, axis=-1, keepdims=True))
-    return _logsumexp_of_sums(parts)[1], received
+    return _logsumexp_of_sums(parts)[2], received
 
 
 def positions_at_a_time(pointer: Pointer | None, targets: Int[Array, "batch length"], vocabulary: int) -> int:
