@@ -32,7 +32,6 @@ P pointers, C copy width, V vocabulary.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import chex
@@ -43,9 +42,16 @@ from jaxtyping import Array, Bool, Float, Int
 from cplm_jax.kernels.blocks import block_length, map_blocks
 from cplm_jax.kernels.lm_head import LOGIT_BUDGET, lm_terms
 from cplm_jax.kernels.pointer import pointer_terms
-from cplm_jax.kernels.scatter import Method, logsumexp_by_token, sum_by_token
+from cplm_jax.kernels.scatter import Method, TokenTerms, logsumexp_by_token, sum_by_token
 from cplm_jax.pointer import Pointer, copy_scores
-from cplm_jax.precision import LOWEST, einsum_float32, masked_logsumexp
+from cplm_jax.precision import (
+    LOWEST,
+    einsum_float32,
+    logsumexp_of_sums,
+    masked_logsumexp,
+    product_parts,
+    sum_and_lost,
+)
 from cplm_jax.sharding import ways
 
 
@@ -107,66 +113,36 @@ def gate_logits(pointer: Pointer, totals: Totals) -> tuple[Float[Array, "batch l
     assert pointer.confidence is not None
     entropy = totals.copy_rest - totals.copy_mean
     of_total, of_entropy = pointer.confidence
-    product, lost = _product_and_lost(of_total, totals.copy_peak)
-    return term, product, lost, of_total * totals.copy_rest + of_entropy * entropy
+    return (
+        term,
+        *product_parts(of_total, totals.copy_peak),
+        of_total * totals.copy_rest + of_entropy * entropy,
+    )
 
 
 def mix(
     log_lm: Float[Array, "..."],
     log_copy: Float[Array, "..."],
     gate: Float[Array, "..."],
+    log_odds: Float[Array, "..."],
     some_valid: Bool[Array, "..."],
 ) -> Float[Array, "..."]:
     """The formula: ``logaddexp(logsigmoid(-g) + log p_lm, logsigmoid(g) + log p_copy)``.
 
-    Arguments broadcast; ``some_valid`` says where a candidate exists. Elsewhere the result is
-    ``log_lm``.
+    Arguments broadcast. Its two terms may be far larger than their difference, whose sigmoid is the share of
+    p that was copied, and which the gradient is made of: it is an argument of its own.
+
+    Args:
+      log_lm: log p_lm.
+      log_copy: log p_copy.
+      gate: g.
+      log_odds: ``g + log p_copy - log p_lm``.
+      some_valid: where a candidate exists; elsewhere the result is ``log_lm``.
     """
-    mixed = jnp.logaddexp(jax.nn.log_sigmoid(-gate) + log_lm, jax.nn.log_sigmoid(gate) + log_copy)
+    copied = log_odds > 0
+    larger = jnp.where(copied, jax.nn.log_sigmoid(gate) + log_copy, jax.nn.log_sigmoid(-gate) + log_lm)
+    mixed = larger + jax.nn.softplus(jnp.where(copied, -log_odds, log_odds))
     return jnp.where(some_valid, mixed, log_lm)
-
-
-def _sum_and_lost(terms: Sequence[Array]) -> tuple[Array, Array]:
-    """Returns the sum of terms, and what rounding took from it (Knuth's two-sum for each addition)."""
-    total, lost = terms[0], jnp.zeros_like(terms[0])
-    for term in terms[1:]:
-        larger = total + term
-        added = larger - total
-        lost += (total - (larger - added)) + (term - added)
-        total = larger
-    lost = jax.lax.stop_gradient(lost)
-    rounded = total + lost
-    return rounded, jax.lax.stop_gradient(lost - (rounded - total))
-
-
-def _product_and_lost(a: Array, b: Array) -> tuple[Array, Array]:
-    """Returns the product in float32, and what rounding took from it (Dekker 1971)."""
-    product = a * b
-
-    def halves(x: Array) -> tuple[Array, Array]:
-        scaled = x * 4097.0  # 2^12 + 1 leaves 12 of 24 bits
-        high = scaled - (scaled - x)
-        return high, x - high
-
-    (a_high, a_low), (b_high, b_low) = halves(a), halves(b)
-    lost = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
-    return product, jax.lax.stop_gradient(lost)
-
-
-def _logsumexp_of_sums(terms: Sequence[Float[Array, "... #n"]]) -> tuple[Array, Array, Array]:
-    """Returns ``lse_i s_i``, what rounding took from it, and ``s_i - lse_i s_i``, over the last axis.
-
-    ``s`` is the sum of the terms, which may be far larger than differences of sums: each term's value at
-    the largest sum is subtracted from it before terms are added, and what rounding takes is added after.
-    """
-    terms = jnp.broadcast_arrays(*terms)
-    best = jnp.argmax(functools.reduce(jnp.add, terms), axis=-1, keepdims=True)
-    at_best = [jax.lax.stop_gradient(jnp.take_along_axis(term, best, axis=-1)) for term in terms]
-    pairs = zip(terms, at_best, strict=True)
-    above = jnp.add(*_sum_and_lost([part for term, most in pairs for part in (term, -most)]))
-    rest = jnp.log(jnp.sum(jnp.exp(above), axis=-1, keepdims=True))
-    total, lost = _sum_and_lost([*at_best, rest])
-    return total[..., 0], lost[..., 0], above - rest
 
 
 def target_terms(
@@ -210,10 +186,15 @@ def target_terms(
     total = jnp.where(some_valid[..., None], copy.total, 0.0)
     match = jnp.where(some_match[..., None], copy.match, 0.0)
     totals = Totals(copy.peak, total, copy.mean, lm.peak[..., None], lm.rest[..., None])
-    gate, _, log_share = _logsumexp_of_sums(gate_logits(pointer, totals))
-    log_copy = jnp.where(some_match, jax.nn.logsumexp(log_share + (match - total), axis=-1), LOWEST)
-    log_prob = mix(log_lm, log_copy, gate, some_valid)
-    responsibility = jnp.where(some_match, jnp.exp(jax.nn.log_sigmoid(gate) + log_copy - log_prob), 0.0)
+    gates = gate_logits(pointer, totals)
+    gate, gate_lost, *_ = logsumexp_of_sums(gates)
+    # g + log p_copy, from which both log p_copy and the odds are taken.
+    of_copy, lost, *_ = logsumexp_of_sums((*gates, copy.match_peak, -copy.peak, match, -total))
+    log_copy = jnp.add(*sum_and_lost([of_copy, -gate, lost, -gate_lost]))
+    log_odds = jnp.add(*sum_and_lost([of_copy, -lm.target, lost, lm.rest]))
+    log_copy, log_odds = (jnp.where(some_match, x, LOWEST) for x in (log_copy, log_odds))
+    log_prob = mix(log_lm, log_copy, gate, log_odds, some_valid)
+    responsibility = jax.nn.sigmoid(log_odds)
     return TargetTerms(
         log_prob, jnp.where(some_valid, jax.nn.sigmoid(gate), 0.0), responsibility, log_copy, lm_log_total
     )
@@ -224,6 +205,8 @@ class CopyDistribution(NamedTuple):
 
     log_prob: Float[Array, "batch length candidates"]
     """log of the share of each valid candidate in the copied probability."""
+    log_prob_lost: Float[Array, "batch length candidates"]
+    """What rounding took from it."""
     valid: Bool[Array, "batch length candidates"]
     gate: Float[Array, "batch length"]
     """g_t."""
@@ -252,11 +235,17 @@ def copy_distribution(
     mean = jnp.sum(jnp.where(valid_p, jnp.exp(log_probs) * scores, 0.0), axis=-1)
     lm_peak, lm_rest = _lm_total(logits)
     totals = Totals(peak, rest, mean, lm_peak, lm_rest)
-    gate, gate_lost, log_share = _logsumexp_of_sums(gate_logits(pointer, totals))
+    gate = logsumexp_of_sums(gate_logits(pointer, totals))
     # One scatter serves all pointers: their shares of a candidate are added up before it.
-    shares = jnp.where(valid_p, log_share[..., None] + log_probs, 0.0)
-    log_prob = jnp.where(valid, jax.nn.logsumexp(shares, axis=2), LOWEST)
-    return CopyDistribution(log_prob, valid, gate, gate_lost)
+    of_pointer = (gate.share, -rest, gate.share_lost)
+    shares, lost = sum_and_lost([scores, *(x[..., None] for x in of_pointer)])
+    most = jax.lax.stop_gradient(jnp.max(shares, axis=2, keepdims=True))
+    most_lost = jnp.max(jnp.where(shares == most, lost, LOWEST), axis=2, keepdims=True)
+    above = jnp.where(valid_p, (shares - most) + (lost - most_lost), 0.0)
+    log_sum = jnp.log(jnp.sum(jnp.exp(above), axis=2))
+    log_prob, log_prob_lost = sum_and_lost([most[:, :, 0], log_sum, most_lost[:, :, 0]])
+    log_prob = jnp.where(valid, log_prob, LOWEST)
+    return CopyDistribution(log_prob, log_prob_lost, valid, gate.total, gate.total_lost)
 
 
 def log_distribution(
@@ -283,12 +272,25 @@ def log_distribution(
     chex.assert_equal_shape_prefix([logits, pointer.query], 2)
     if not pointer.gated:
         return context_log_softmax(logits, pointer, index, method)[0]
-    copy = copy_distribution(logits, pointer, index)
-    log_copy = logsumexp_by_token(
-        copy.log_prob, copy.valid, pointer.candidates.tokens, logits.shape[-1], method
+    copy, of_token = _copied_by_token(logits, pointer, index, method)
+    gate, gate_lost = copy.gate[..., None], copy.gate_lost[..., None]
+    (lm_peak, lm_rest), copied = _lm_total(logits), of_token.rest > LOWEST
+    of_lm = logits - lm_peak
+    log_odds, lost = sum_and_lost(
+        [gate, of_token.peak, -of_lm, jnp.where(copied, of_token.rest, 0.0), lm_rest, gate_lost]
     )
+    log_odds = jnp.where(copied, log_odds + lost, LOWEST)
     some_valid = jnp.any(copy.valid, axis=-1)[..., None]
-    return mix(_log_softmax(logits), log_copy, copy.gate[..., None], some_valid)
+    return mix(of_lm - lm_rest, of_token.peak + of_token.rest, gate, log_odds, some_valid)
+
+
+def _copied_by_token(
+    logits: Array, pointer: Pointer, index: Array | None, method: Method
+) -> tuple[CopyDistribution, TokenTerms]:
+    """Returns the distribution over candidates, and that over tokens which they make."""
+    copy = copy_distribution(logits, pointer, index)
+    tokens, vocabulary = pointer.candidates.tokens, logits.shape[-1]
+    return copy, logsumexp_by_token(copy.log_prob, copy.valid, tokens, vocabulary, method, copy.log_prob_lost)
 
 
 def context_log_softmax(
@@ -310,10 +312,9 @@ def context_log_softmax(
     tokens, vocabulary = pointer.candidates.tokens, logits.shape[-1]
     parts: tuple[Array, ...]
     if pointer.gate == "context_logits":
-        copy = copy_distribution(logits, pointer, index)
-        log_match = logsumexp_by_token(copy.log_prob, copy.valid, tokens, vocabulary, method)
-        received = log_match > LOWEST
-        copied = (copy.gate[..., None], copy.gate_lost[..., None], log_match)
+        copy, of_token = _copied_by_token(logits, pointer, index, method)
+        received = of_token.rest > LOWEST
+        copied = (copy.gate[..., None], *of_token, copy.gate_lost[..., None])
         parts = (logits, *(jnp.where(received, part, 0.0) for part in copied))
     else:
         valid = pointer.valid(index)
@@ -321,8 +322,10 @@ def context_log_softmax(
         added = sum_by_token(scores, valid, tokens, vocabulary, method)
         occurrences = sum_by_token(jnp.ones_like(scores), valid, tokens, vocabulary, method)
         received = occurrences > 0
-        parts = (logits, added, occurrences * jnp.sum(pointer.gate_term, axis=-1, keepdims=True))
-    return _logsumexp_of_sums(parts)[2], received
+        terms = jnp.split(pointer.gate_term.astype(jnp.float32), pointer.gate_term.shape[-1], axis=-1)
+        bias, lost = sum_and_lost(terms)
+        parts = (logits, added, *product_parts(occurrences, bias), occurrences * lost)
+    return logsumexp_of_sums(parts).share, received
 
 
 def positions_at_a_time(pointer: Pointer | None, targets: Int[Array, "batch length"], vocabulary: int) -> int:

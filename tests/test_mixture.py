@@ -43,8 +43,9 @@ def make_case(
         "copyable": rng.random((batch, length)) < copyable,
         "hidden": exact(rng, (batch, length, 4), logit_scale / 4),
         "matrix": exact(rng, (vocabulary, 4), 4.0),
-        "query": exact(rng, (batch, length, pointers, 4), score_scale / 4),
-        "key": exact(rng, (batch, length, pointers, 4), 4.0),
+        # Of like sizes: gradients that cancel leave float32's rounding of one, times the other.
+        "query": exact(rng, (batch, length, pointers, 4), score_scale**0.5),
+        "key": exact(rng, (batch, length, pointers, 4), score_scale**0.5),
         "gate_term": (rng.standard_normal((batch, length, pointers)) * gate_scale).astype(np.float32),
         "confidence": rng.standard_normal((2, pointers)).astype(np.float32),
         "weights": rng.random((batch, length)).astype(np.float32),

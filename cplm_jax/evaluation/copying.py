@@ -65,10 +65,11 @@ def token_report(definition: ModelDefinition, params: Any, batch: Batch) -> Toke
         if part is not None:
             copy = copy_distribution(logits, part, index)
             matches = copy.valid & (batch.tokens[:, None, :] == targets[:, :, None])
-            likeliest = jnp.argmax(jnp.where(matches, copy.log_prob, LOWEST), -1).astype(jnp.int32)
-            source = jnp.where(jnp.any(matches, -1), likeliest, -1)
+            best_match = jnp.argmax(jnp.where(matches, copy.log_prob, LOWEST), -1).astype(jnp.int32)
+            source = jnp.where(jnp.any(matches, -1), best_match, -1)
             by_token = logsumexp_by_token(copy.log_prob, copy.valid, batch.tokens, log_p.shape[-1])
-            copy_correct = jnp.any(copy.valid, -1) & (jnp.argmax(by_token, -1) == targets)
+            likeliest = jnp.argmax(by_token.peak + by_token.rest, -1)
+            copy_correct = jnp.any(copy.valid, -1) & (likeliest == targets)
         return {
             "correct": jnp.argmax(log_p, -1) == targets,
             "log_novel": masked_logsumexp(log_p, ~present),

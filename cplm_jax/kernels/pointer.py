@@ -23,14 +23,16 @@ SCORE_BUDGET = 2**22
 class PointerTerms(NamedTuple):
     """Log-sum-exps of the copy scores, each (batch, length, pointers), float32.
 
-    ``A_t = peak + total`` over the valid candidates, ``M_t(y_t) = peak + match`` over those that hold
-    the target, and the mean score under ``exp(e_tj - A_t)`` is ``peak + mean`` (0 unless asked for).
-    ``peak`` is the largest score and has no gradient. Where no candidate is valid ``peak`` and ``mean``
-    are 0 and ``total`` is ``LOWEST``; where none holds the target, ``match`` is ``LOWEST``.
+    ``A_t = peak + total`` over the valid candidates, ``M_t(y_t) = match_peak + match`` over those that
+    hold the target, and the mean score under ``exp(e_tj - A_t)`` is ``peak + mean`` (0 unless asked for).
+    Peaks are the largest scores and have no gradient. Where no candidate is valid ``peak`` and ``mean``
+    are 0 and ``total`` is ``LOWEST``; where none holds the target, ``match_peak`` is 0 and ``match`` is
+    ``LOWEST``.
     """
 
     peak: Float[Array, "batch length pointers"]
     total: Float[Array, "batch length pointers"]
+    match_peak: Float[Array, "batch length pointers"]
     match: Float[Array, "batch length pointers"]
     mean: Float[Array, "batch length pointers"]
 
@@ -40,16 +42,6 @@ class _Options(NamedTuple):
 
     block: int | None
     with_mean: bool
-
-
-class _Residuals(NamedTuple):
-    """What the backward pass needs: A and M, each as peak and rest, and the mean above A's peak."""
-
-    peak: Array
-    total: Array
-    match_peak: Array
-    match_total: Array
-    mean: Array
 
 
 class _Queries(NamedTuple):
@@ -72,7 +64,7 @@ class _Candidates(NamedTuple):
 _QUERY_AXES = _Queries._make([("batch", "length", None, None), ("batch", "length"), ("batch", "length")])
 _CANDIDATE_AXES = _Candidates._make([("batch", None, None, None), *[("batch", None)] * 3])
 _TERM_AXES = ("batch", None, "length")  # terms are (batch, pointers, length) inside
-_RESIDUAL_AXES = _Residuals._make([_TERM_AXES] * 5)
+_TERMS_AXES = PointerTerms._make([_TERM_AXES] * 5)
 
 
 def pointer_terms(
@@ -122,28 +114,30 @@ def _forward(
     run = on_mesh(
         functools.partial(_local_forward, options),
         (_QUERY_AXES, _CANDIDATE_AXES, (None,)),
-        _RESIDUAL_AXES,
+        _TERMS_AXES,
     )
-    r = run(queries, candidates, recency)
-    some_match = r.match_total > LOWEST
-    match = jnp.where(some_match, (r.match_peak - r.peak) + r.match_total, LOWEST)
-    terms = PointerTerms(*(jnp.swapaxes(x, 1, 2) for x in (r.peak, r.total, match, r.mean)))
-    return terms, (queries, candidates, recency, r)
+    terms = run(queries, candidates, recency)
+    return jax.tree.map(_swap, terms), (queries, candidates, recency, terms)
 
 
 def _backward(options: _Options, saved: tuple, cotangents: PointerTerms) -> tuple:
-    queries, candidates, recency, residuals = saved
+    queries, candidates, recency, terms = saved
     run = on_mesh(
         functools.partial(_local_backward, options),
-        (_QUERY_AXES, _CANDIDATE_AXES, (None,), _RESIDUAL_AXES, (_TERM_AXES,) * 3),
+        (_QUERY_AXES, _CANDIDATE_AXES, (None,), _TERMS_AXES, (_TERM_AXES,) * 3),
         (_QUERY_AXES.query, ("batch", "length", None, None), (None,)),
     )
-    of_terms = tuple(jnp.swapaxes(x, 1, 2) for x in cotangents[1:])
-    d_query, d_key, d_recency = run(queries, candidates, recency, residuals, of_terms)
+    of_terms = tuple(_swap(x) for x in (cotangents.total, cotangents.match, cotangents.mean))
+    d_query, d_key, d_recency = run(queries, candidates, recency, terms, of_terms)
     return _Queries._make([d_query, None, None]), _Candidates._make([d_key, None, None, None]), d_recency
 
 
 _terms.defvjp(_forward, _backward)
+
+
+def _swap(term: Array) -> Array:
+    """Between the order of axes outside, (batch, length, pointers), and inside, (batch, pointers, length)."""
+    return jnp.swapaxes(term, 1, 2)
 
 
 class _Grid:
@@ -252,11 +246,11 @@ class _Sum(NamedTuple):
 
 def _local_forward(
     options: _Options, queries: _Queries, candidates: _Candidates, recency: Array | None
-) -> _Residuals:
+) -> PointerTerms:
     grid = _Grid(options.block, queries, candidates, recency)
     batch, _, pointers, _ = queries.query.shape
 
-    def one_row(_: Any, row: Any, x: Any) -> tuple[None, _Residuals]:
+    def one_row(_: Any, row: Any, x: Any) -> tuple[None, PointerTerms]:
         def add(column: Any, sums: tuple[_Sum, _Sum]) -> tuple[_Sum, _Sum]:
             e, valid, match, _, _ = grid.scores(x[0], row, column)
             return sums[0].add(e, valid), sums[1].add(e, match)
@@ -265,8 +259,8 @@ def _local_forward(
         nothing = (_Sum.nothing(shape, options.with_mean), _Sum.nothing(shape))
         every, matching = grid.each_column(row, add, nothing)
         peak, total, mean = every.logarithm()
-        match_peak, match_total, _ = matching.logarithm()
-        return None, _Residuals(peak, total, match_peak, match_total, mean)
+        match_peak, match, _ = matching.logarithm()
+        return None, PointerTerms(peak, total, match_peak, match, mean)
 
     _, rows = grid.each_row(one_row, None)
     return jax.tree.map(lambda y: join(y, 2, grid.length), rows)
@@ -277,12 +271,12 @@ def _local_backward(
     queries: _Queries,
     candidates: _Candidates,
     recency: Array | None,
-    residuals: _Residuals,
+    terms: PointerTerms,
     cotangents: tuple[Array, Array, Array],
 ) -> tuple[Array, Array, Array | None]:
     grid = _Grid(options.block, queries, candidates, recency)
     dtype, scale = queries.query.dtype, score_scale(queries.query)
-    split = jax.tree.map(lambda x: cut(x, 2, grid.block), (residuals, cotangents))
+    split = jax.tree.map(lambda x: cut(x, 2, grid.block), (terms, cotangents))
 
     def one_row(carry: Any, row: Any, x: Any) -> tuple[Any, Array]:
         q, r, (d_total, d_match, d_mean) = x
@@ -293,7 +287,7 @@ def _local_backward(
             e, valid, match, distance, key = grid.scores(q, row, column)
             shifted = e - r.peak
             softmax = jnp.where(valid, jnp.exp(shifted - r.total), 0.0)
-            within = jnp.where(match, jnp.exp((e - r.match_peak) - r.match_total), 0.0)
+            within = jnp.where(match, jnp.exp((e - r.match_peak) - r.match), 0.0)
             of_softmax = d_total + d_mean * (1.0 + shifted - r.mean) if options.with_mean else d_total
             d_e = jnp.where(valid, softmax * of_softmax, 0.0) + jnp.where(match, within * d_match, 0.0)
             if d_recency is not None:

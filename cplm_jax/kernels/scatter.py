@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,19 @@ Method = Literal["auto", "segment_sum", "one_hot"]
 # Positions from which on `auto` scatters on every backend: whole rows are evaluated, and must be exact.
 _WIDE = 128
 
+_RESULT_AXES = ("batch", None, "vocabulary")
+
+
+class TokenTerms(NamedTuple):
+    """A log-sum-exp for every token, ``peak + rest``, each (batch, length, vocabulary), float32.
+
+    ``peak`` has no gradient. With it apart, differences of large scores keep their precision. Where
+    no score is valid ``peak`` is 0 and ``rest`` is ``LOWEST``.
+    """
+
+    peak: Float[Array, "batch length vocabulary"]
+    rest: Float[Array, "batch length vocabulary"]
+
 
 def logsumexp_by_token(
     scores: Float[Array, "batch length candidates"],
@@ -23,8 +36,9 @@ def logsumexp_by_token(
     tokens: Int[Array, "batch candidates"],
     vocabulary: int,
     method: Method = "auto",
-) -> Float[Array, "batch length vocabulary"]:
-    """Returns, for every v, the log-sum-exp of the valid scores whose candidate is v; ``LOWEST`` if none.
+    lost: Float[Array, "batch length candidates"] | None = None,
+) -> TokenTerms:
+    """Returns, for every v, the log-sum-exp of the valid scores whose candidate is v.
 
     On a mesh each device makes its own part of the vocabulary from all rows' candidates, and drops
     those of other parts: splitting the vocabulary costs no communication. Where candidates are split
@@ -40,8 +54,11 @@ def logsumexp_by_token(
         below it becomes ``LOWEST``. ``auto`` takes ``one_hot`` on TPUs for less than 128 positions
         (decoding), where it is about six times as fast, and ``segment_sum`` otherwise, which on CPUs is
         250 times as fast (``benchmarks/scatter.py``).
+      lost: what rounding took from the scores; ``None`` for nothing. It has no gradient.
     """
-    return _by_token(scores, valid, tokens, vocabulary, method, _logsumexp_scattered, _logsumexp_one_hot)
+    values = (scores,) if lost is None else (scores, lost)
+    paths, axes = (_logsumexp_scattered, _logsumexp_one_hot), TokenTerms._make([_RESULT_AXES] * 2)
+    return _by_token(values, valid, tokens, vocabulary, method, *paths, axes)
 
 
 def sum_by_token(
@@ -55,76 +72,90 @@ def sum_by_token(
 
     Args are those of :func:`logsumexp_by_token`; both methods give the same sums, to float32 rounding.
     """
-    return _by_token(values, valid, tokens, vocabulary, method, _sum_scattered, _sum_one_hot)
+    return _by_token((values,), valid, tokens, vocabulary, method, _sum_scattered, _sum_one_hot, _RESULT_AXES)
 
 
 def _by_token(
-    values: Array,
+    values: tuple[Array, ...],
     valid: Array,
     tokens: Array,
     vocabulary: int,
     method: Method,
-    scattered: Callable[..., Array],
-    one_hot: Callable[..., Array],
-) -> Array:
-    def local(values: Array, valid: Array, tokens: Array) -> Array:
+    scattered: Callable[..., Any],
+    one_hot: Callable[..., Any],
+    result_axes: Any,
+) -> Any:
+    def local(tokens: Array, valid: Array, *values: Array) -> Any:
         size = vocabulary // parts("vocabulary")
         ids = tokens - part_index("vocabulary") * size
         here = (ids >= 0) & (ids < size)
         ids = jnp.where(here, ids, size)  # the dropped bin
         # Dropped values must not reach an exponential either: infinity times no gradient is no number.
         valid = valid & here[:, None, :]
-        of_scatter, of_product = (functools.partial(f, vocabulary=size) for f in (scattered, one_hot))
-        if method == "segment_sum" or (method == "auto" and values.shape[1] >= _WIDE):
-            return of_scatter(values, valid, ids)
+        of_scatter, of_product = (functools.partial(f, size) for f in (scattered, one_hot))
+        if method == "segment_sum" or (method == "auto" and valid.shape[1] >= _WIDE):
+            return of_scatter(ids, valid, *values)
         if method == "one_hot":
-            return of_product(values, valid, ids)
-        return jax.lax.platform_dependent(values, valid, ids, tpu=of_product, default=of_scatter)
+            return of_product(ids, valid, *values)
+        return jax.lax.platform_dependent(ids, valid, *values, tpu=of_product, default=of_scatter)
 
     candidates = ("batch", None, "length")
-    run = on_mesh(local, (candidates, candidates, ("batch", "length")), ("batch", None, "vocabulary"))
-    return run(values, valid, tokens)
+    run = on_mesh(local, (("batch", "length"), *[candidates] * (1 + len(values))), result_axes)
+    return run(tokens, valid, *values)
 
 
-def _logarithm(peak: Array, total: Array) -> Array:
+def _token_terms(peak: Array, total: Array, *peak_lost: Array) -> TokenTerms:
     some = total > 0
-    return jnp.where(some, peak + jnp.log(jnp.where(some, total, 1.0)), LOWEST)
+    rest = jnp.where(some, sum(peak_lost, jnp.log(jnp.where(some, total, 1.0))), LOWEST)
+    return TokenTerms(jnp.where(some, peak, 0.0), rest)
 
 
-def _rows(function: Callable[..., Array], values_btj: Array, valid_btj: Array, ids_bj: Array) -> Array:
+def _rows(function: Callable[..., Any], ids_bj: Array, *of_candidates_btj: Array) -> Any:
     """Scatters row by row: candidates lead and positions trail, so that one scatter serves all positions."""
-    result = jax.vmap(function)(jnp.swapaxes(values_btj, 1, 2), jnp.swapaxes(valid_btj, 1, 2), ids_bj)
-    return jnp.swapaxes(result, 1, 2)
+    result = jax.vmap(function)(ids_bj, *(jnp.swapaxes(x, 1, 2) for x in of_candidates_btj))
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), result)
 
 
-def _logsumexp_scattered(scores_btj: Array, valid_btj: Array, ids_bj: Array, vocabulary: int) -> Array:
-    def row(scores_jt: Array, valid_jt: Array, ids_j: Array) -> Array:
+def _logsumexp_scattered(
+    vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, *lost_btj: Array
+) -> TokenTerms:
+    def row(ids_j: Array, valid_jt: Array, scores_jt: Array, *lost_jt: Array) -> TokenTerms:
         # The peak of each token is taken out first, so that scores of any size keep their precision.
-        peak = jax.ops.segment_max(jnp.where(valid_jt, scores_jt, LOWEST), ids_j, vocabulary)
-        peak = pmax(jax.lax.stop_gradient(jnp.maximum(peak, LOWEST)), "length")
-        shifted = jnp.where(valid_jt, scores_jt - peak.at[ids_j].get(mode="clip"), 0.0)
-        mass = jnp.where(valid_jt, jnp.exp(shifted), 0.0)
-        return _logarithm(peak, psum(jax.ops.segment_sum(mass, ids_j, vocabulary), "length"))
+        peak = largest(jnp.where(valid_jt, scores_jt, LOWEST), ids_j)
+        shifted = scores_jt - peak.at[ids_j].get(mode="clip")
+        # So is what was lost of it: the mass of a token's only candidate is 1, not almost.
+        peak_lost = [largest(jnp.where(valid_jt & (shifted == 0), x, LOWEST), ids_j) for x in lost_jt]
+        for lost, of_peak in zip(lost_jt, peak_lost, strict=True):
+            shifted += lost - of_peak.at[ids_j].get(mode="clip")
+        mass = jnp.where(valid_jt, jnp.exp(jnp.where(valid_jt, shifted, 0.0)), 0.0)
+        total = psum(jax.ops.segment_sum(mass, ids_j, vocabulary), "length")
+        return _token_terms(peak, total, *peak_lost)
 
-    return _rows(row, scores_btj, valid_btj, ids_bj)
+    def largest(values_jt: Array, ids_j: Array) -> Array:
+        largest_vt = jnp.maximum(jax.ops.segment_max(values_jt, ids_j, vocabulary), LOWEST)
+        return pmax(jax.lax.stop_gradient(largest_vt), "length")
+
+    return _rows(row, ids_bj, valid_btj, scores_btj, *lost_btj)
 
 
-def _logsumexp_one_hot(scores_btj: Array, valid_btj: Array, ids_bj: Array, vocabulary: int) -> Array:
+def _logsumexp_one_hot(
+    vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, *lost_btj: Array
+) -> TokenTerms:
     peak = jnp.max(jnp.where(valid_btj, scores_btj, LOWEST), axis=-1, keepdims=True)
     peak = pmax(jax.lax.stop_gradient(peak), "length")
-    mass = jnp.exp(jnp.where(valid_btj, scores_btj - peak, 0.0))
-    return _logarithm(peak, _sum_one_hot(mass, valid_btj, ids_bj, vocabulary))
+    mass = jnp.exp(jnp.where(valid_btj, sum(lost_btj, scores_btj - peak), 0.0))
+    return _token_terms(peak, _sum_one_hot(vocabulary, ids_bj, valid_btj, mass))
 
 
-def _sum_scattered(values_btj: Array, valid_btj: Array, ids_bj: Array, vocabulary: int) -> Array:
-    def row(values_jt: Array, valid_jt: Array, ids_j: Array) -> Array:
+def _sum_scattered(vocabulary: int, ids_bj: Array, valid_btj: Array, values_btj: Array) -> Array:
+    def row(ids_j: Array, valid_jt: Array, values_jt: Array) -> Array:
         total = jax.ops.segment_sum(jnp.where(valid_jt, values_jt, 0.0), ids_j, vocabulary)
         return psum(total, "length")
 
-    return _rows(row, values_btj, valid_btj, ids_bj)
+    return _rows(row, ids_bj, valid_btj, values_btj)
 
 
-def _sum_one_hot(values_btj: Array, valid_btj: Array, ids_bj: Array, vocabulary: int) -> Array:
+def _sum_one_hot(vocabulary: int, ids_bj: Array, valid_btj: Array, values_btj: Array) -> Array:
     onehot = jax.nn.one_hot(ids_bj, vocabulary, dtype=jnp.float32)  # zeros for the dropped bin
     masked = jnp.where(valid_btj, values_btj, 0.0)
     total = jnp.einsum("btj,bjv->btv", masked, onehot, precision=jax.lax.Precision.HIGHEST)

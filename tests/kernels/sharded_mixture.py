@@ -12,7 +12,7 @@ import numpy as np
 
 from cplm_jax import mixture
 from cplm_jax.config import MeshConfig
-from cplm_jax.kernels.scatter import logsumexp_by_token, sum_by_token
+from cplm_jax.kernels.scatter import TokenTerms, logsumexp_by_token, sum_by_token
 from cplm_jax.pointer import Pointer
 from cplm_jax.sharding import make_mesh, named_sharding
 from tests import reference
@@ -115,6 +115,8 @@ def scatter_errors(mesh):
 
             def loss(values, method=method, function=function):
                 result = function(values, valid, tokens, vocabulary, method)
+                if isinstance(result, TokenTerms):
+                    result = result.peak + result.rest
                 result = jnp.where(present, result, 0.0)
                 return jnp.sum(weights * result), result
 
