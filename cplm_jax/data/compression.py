@@ -2,10 +2,14 @@
 
 import io
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 import zstandard
+
+from cplm_jax.data.files import SourceFile, open_file
+from cplm_jax.errors import UserError, first_line
 
 BUFFER = 2**18
 # A few compressed bytes can stand for very many, so few are decompressed at a time: four bytes of zstd
@@ -32,6 +36,24 @@ def decompressed(raw: io.RawIOBase, compression: str | None) -> BinaryIO:
     return cast(BinaryIO, io.BufferedReader(stream, BUFFER))
 
 
+@contextmanager
+def opened(file: SourceFile, advance: Callable[[int], None] = lambda _: None) -> "Iterator[Counted]":
+    """Opens a file for reading and closes it in the end.
+
+    Args:
+      file: the file.
+      advance: called with bytes that were read.
+
+    Raises:
+      UserError: if an OSError leaves the block, since the file cannot be opened or read.
+    """
+    try:
+        with open_file(file) as stream:
+            yield Counted(stream, advance)
+    except OSError as e:  # local or remote: permission, a lost mount
+        raise UserError(f"{file.path}: cannot read it: {e.strerror or first_line(e)}") from e
+
+
 class Counted(io.RawIOBase):
     """A readable file that tells how many bytes were read.
 
@@ -40,7 +62,8 @@ class Counted(io.RawIOBase):
       advance: called with bytes of ``raw`` that were read.
 
     Attributes:
-      error: what reading raised, whatever a library above makes of it.
+      error: what reading raised, whatever a library above makes of it: a failure of the disk or network,
+        which is no fault of the data.
     """
 
     def __init__(self, raw: BinaryIO, advance: Callable[[int], None]):

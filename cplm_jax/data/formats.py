@@ -9,14 +9,12 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import BinaryIO
 
-from cplm_jax.data.compression import BUFFER, DAMAGED, Counted, decompressed
-from cplm_jax.data.files import SourceFile, open_file
+from cplm_jax.data.compression import BUFFER, DAMAGED, decompressed, opened
+from cplm_jax.data.files import SourceFile
 from cplm_jax.data.records import BadRecord, Document, Piece, Reading, damaged, decoded, document, too_long
 from cplm_jax.data.tables import parquet_pieces, read_arrow, read_parquet
-from cplm_jax.errors import UserError, first_line
 
 _SUFFIX_KINDS = {
     ".jsonl": "jsonl",
@@ -44,19 +42,19 @@ def kind_of(name: str) -> tuple[str, str | None]:
     return "text", compression
 
 
-def pieces_of(file: SourceFile, size: int, reading: Reading) -> list[tuple[Piece, int]]:
+def pieces_of(file: SourceFile, size: int, reading: Reading) -> list[tuple[Piece, int]] | BadRecord:
     """Cuts a file into pieces of about ``size`` bytes, as far as its format can be cut.
 
     Returns:
-      The pieces, each with its bytes.
+      The pieces, each with its bytes; or what is wrong, if no document of the file can be read: its kind is
+      unknown, or it is Parquet that is compressed, damaged or has no such column.
 
     Raises:
-      UserError: if no document of the file can be read: its kind is unknown, or it is Parquet that is
-        compressed, damaged or has no such column.
+      UserError: if the file cannot be opened or read.
     """
     problem = _unreadable(file)
     if problem:
-        raise UserError(problem)
+        return BadRecord(problem)
     kind, compression = kind_of(file.name)
     if kind == "jsonl" and compression is None:
         bounds = [*range(0, file.size, size), file.size]
@@ -77,7 +75,7 @@ def read_piece(
       advance: called with bytes of the file that were read.
 
     Raises:
-      UserError: if the file cannot be opened or read at all.
+      UserError: if the file cannot be opened or read.
     """
     problem = _unreadable(piece.file)
     if problem:
@@ -88,16 +86,12 @@ def read_piece(
     # The sizes of Parquet's pieces are those of its row groups decompressed, not of what is read.
     readers["parquet"] = functools.partial(read_parquet, advance=advance)
     told = advance if kind != "parquet" else lambda _: None
-    try:
-        with ExitStack() as stack:
-            raw = Counted(stack.enter_context(open_file(piece.file)), told)
-            for record in readers[kind](decompressed(raw, compression), piece, reading):
-                if raw.error is not None:  # a failure of the disk or network is no fault of the record
-                    raise raw.error
-                if not (reading.skip_empty and isinstance(record, BadRecord) and record.empty):
-                    yield record
-    except OSError as e:  # local or remote: permission, a lost mount
-        raise UserError(f"{piece.file.path}: cannot read it: {e.strerror or first_line(e)}") from e
+    with opened(piece.file, told) as raw:
+        for record in readers[kind](decompressed(raw, compression), piece, reading):
+            if raw.error is not None:
+                raise raw.error
+            if not (reading.skip_empty and isinstance(record, BadRecord) and record.empty):
+                yield record
 
 
 def _unreadable(file: SourceFile) -> str | None:

@@ -4,10 +4,10 @@ import io
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
-from cplm_jax.data.compression import DAMAGED
-from cplm_jax.data.files import SourceFile, open_file
+from cplm_jax.data.compression import DAMAGED, opened
+from cplm_jax.data.files import SourceFile
 from cplm_jax.data.records import BadRecord, Document, Piece, Reading, damaged, document, too_long
-from cplm_jax.errors import UserError, first_line
+from cplm_jax.errors import first_line
 
 # What every stream of Arrow ends with.
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -33,20 +33,22 @@ def _bad_schema(schema: Any, file: SourceFile, reading: Reading) -> BadRecord | 
     return None
 
 
-def parquet_pieces(file: SourceFile, size: int, reading: Reading) -> list[tuple[Piece, int]]:
+def parquet_pieces(file: SourceFile, size: int, reading: Reading) -> list[tuple[Piece, int]] | BadRecord:
     """Cuts a Parquet file at row groups, as :func:`~cplm_jax.data.formats.pieces_of` does."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with open_file(file) as raw:
+    with opened(file) as raw:
+        try:
             table = pq.ParquetFile(raw)
-            groups = [table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups)]
-            bad = _bad_schema(table.schema_arrow, file, reading)
-    except (pa.ArrowException, OSError) as e:
-        raise UserError(_not_parquet(file, e)) from e
+        except (pa.ArrowException, OSError) as e:
+            if raw.error is not None:
+                raise raw.error from None
+            return BadRecord(_not_parquet(file, e))
+        groups = [table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups)]
+        bad = _bad_schema(table.schema_arrow, file, reading)
     if bad is not None:
-        raise UserError(bad.message)
+        return bad
     pieces, start, held = [], 0, 0
     for i, group in enumerate(groups, start=1):
         held += group

@@ -389,6 +389,9 @@ def test_a_connection_that_fails_is_no_bad_record(monkeypatch, name):
     monkeypatch.setattr(type(memory.open(file.path)), "read", lose)
     with pytest.raises(UserError, match=f"{name}: cannot read it: connection timed out"):
         list(read_piece(Piece(file, 0, None), READING))
+    if name == "a.parquet":  # the one that is opened to be cut
+        with pytest.raises(UserError, match=f"{name}: cannot read it: connection timed out"):
+            pieces_of(file, 100, READING)
 
 
 def test_a_saved_dataset_behind_a_url(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cplm_jax.data.files import SourceFile, version_of
 from cplm_jax.data.formats import pieces_of
-from cplm_jax.data.records import Piece, Reading
+from cplm_jax.data.records import BadRecord, Piece, Reading
 from cplm_jax.data.shards import FORMAT_VERSION
 from cplm_jax.data.tokenizer import Tokenizer
 from cplm_jax.errors import UserError
@@ -55,17 +55,17 @@ def make_plan(
     """Cuts the input into units.
 
     Raises:
-      UserError: if a file cannot be read, and ``max_bad`` is 0; else it will be a bad record.
+      UserError: if a file cannot be opened or read, or, unless ``max_bad`` allows for bad records, holds no
+        documents that can be.
     """
     unit_bytes = settings.unit_bytes or max(_UNIT_BYTES, sum(file.size for file in files) // _UNITS)
     units: list[list[Piece]] = [[]]
     sizes = [0]
     for file in files:
-        try:
-            pieces = pieces_of(file, unit_bytes, settings.reading)
-        except UserError as e:
+        pieces = pieces_of(file, unit_bytes, settings.reading)
+        if isinstance(pieces, BadRecord):
             if max_bad == 0:
-                raise UserError(f"{e} (--max_bad N skips and counts up to N such files)") from e
+                raise UserError(f"{pieces.message} (--max_bad N skips and counts up to N such files)")
             pieces = [(Piece(file, 0, None), file.size)]
         for piece, size in pieces:
             if units[-1] and sizes[-1] + size > unit_bytes:
