@@ -240,7 +240,9 @@ def copy_distribution(
     of_pointer = (gate.share, -rest, gate.share_lost)
     shares, lost = sum_and_lost([scores, *(x[..., None] for x in of_pointer)])
     most = jax.lax.stop_gradient(jnp.max(shares, axis=2, keepdims=True))
+    # As in the scatter: the most of a single pointer is its own share, with nothing left over.
     most_lost = jnp.max(jnp.where(shares == most, lost, LOWEST), axis=2, keepdims=True)
+    most_lost = jnp.where(most_lost > LOWEST, most_lost, 0.0)
     above = jnp.where(valid_p, (shares - most) + (lost - most_lost), 0.0)
     log_sum = jnp.log(jnp.sum(jnp.exp(above), axis=2))
     log_prob, log_prob_lost = sum_and_lost([most[:, :, 0], log_sum, most_lost[:, :, 0]])

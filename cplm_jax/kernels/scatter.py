@@ -123,10 +123,14 @@ def _logsumexp_scattered(
         # The peak of each token is taken out first, so that scores of any size keep their precision.
         peak = largest(jnp.where(valid_jt, scores_jt, LOWEST), ids_j)
         shifted = scores_jt - peak.at[ids_j].get(mode="clip")
-        # So is what was lost of it: the mass of a token's only candidate is 1, not almost.
-        peak_lost = [largest(jnp.where(valid_jt & (shifted == 0), x, LOWEST), ids_j) for x in lost_jt]
-        for lost, of_peak in zip(lost_jt, peak_lost, strict=True):
+        peak_lost = []
+        for lost in lost_jt:
+            # So is what was lost of it: the mass of a token's only candidate is 1, not almost. (Compiled
+            # programs may compute a score twice, and round it differently: then none equals the peak.)
+            of_peak = largest(jnp.where(valid_jt & (shifted == 0), lost, LOWEST), ids_j)
+            of_peak = jnp.where(of_peak > LOWEST, of_peak, 0.0)
             shifted += lost - of_peak.at[ids_j].get(mode="clip")
+            peak_lost.append(of_peak)
         mass = jnp.where(valid_jt, jnp.exp(jnp.where(valid_jt, shifted, 0.0)), 0.0)
         total = psum(jax.ops.segment_sum(mass, ids_j, vocabulary), "length")
         return _token_terms(peak, total, *peak_lost)

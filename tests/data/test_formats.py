@@ -77,9 +77,12 @@ FORMATS = {
 
 
 def read(path, size=10**9, reading=READING):
+    """Returns the records of a file; what is wrong with the whole file is raised, as by the preparation."""
     (file,) = list_files([str(path)], "--paths")
-    pieces = [piece for piece, _ in pieces_of(file, size, reading)]
-    return [record for piece in pieces for record in read_piece(piece, reading)]
+    pieces = pieces_of(file, size, reading)
+    if isinstance(pieces, BadRecord):
+        raise UserError(pieces.message)
+    return [record for piece, _ in pieces for record in read_piece(piece, reading)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -346,7 +349,7 @@ def test_urls_are_read_as_local_files_are(tmp_path):
                 assert remote.read() == here.read()
     assert [f.name for f in list_files(["memory://bucket/**/*.gz"], "--paths")] == ["sub/b.jsonl.gz"]
     assert [f.name for f in list_files(["memory://bucket/a.jsonl"], "--paths")] == ["a.jsonl"]
-    assert [r.text for r in read_url("memory://bucket/sub/b.jsonl.gz")] == ["b"]
+    assert [r.text for r in read("memory://bucket/sub/b.jsonl.gz")] == ["b"]
     with pytest.raises(UserError, match="matches no file"):
         list_files(["memory://bucket/none"], "--paths")
     with pytest.raises(UserError, match=r"'nonsense://x' cannot be read here"):
@@ -412,11 +415,6 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     paths = [str(tmp_path / folder) for folder in "ab"]
     assert [f.name for f in list_files(paths, "--paths")] == ["0/x.txt", "1/x.txt", "1/y.txt"]
     assert [f.name for f in list_files(paths[1:], "--paths")] == ["x.txt", "y.txt"]
-
-
-def read_url(url):
-    (file,) = list_files([url], "--paths")
-    return [record for piece, _ in pieces_of(file, 100, READING) for record in read_piece(piece, READING)]
 
 
 def test_links_are_followed_and_those_to_nothing_told(tmp_path):
