@@ -105,6 +105,9 @@ def logsumexp_of_sums(terms: Sequence[Float[Array, "... #n"]]) -> LogSumExp:
     from it before terms are added, and what rounding takes is added after.
     """
     terms = jnp.broadcast_arrays(*terms)
+    if terms[0].shape[-1] == 1:  # a sum is its own log-sum-exp
+        total, lost = (x[..., 0] for x in sum_and_lost(terms))
+        return LogSumExp(total, lost, jnp.zeros_like(terms[0]), jnp.zeros_like(terms[0]))
     best = jnp.argmax(functools.reduce(jnp.add, terms), axis=-1, keepdims=True)
     at_best = [jax.lax.stop_gradient(jnp.take_along_axis(term, best, axis=-1)) for term in terms]
     pairs = zip(terms, at_best, strict=True)

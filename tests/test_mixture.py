@@ -41,9 +41,9 @@ def make_case(
         "targets": rng.integers(0, vocabulary, (batch, length), dtype=np.int32),
         "segment_ids": segments,
         "copyable": rng.random((batch, length)) < copyable,
-        "hidden": exact(rng, (batch, length, 4), logit_scale / 4),
-        "matrix": exact(rng, (vocabulary, 4), 4.0),
-        # Of like sizes: gradients that cancel leave float32's rounding of one, times the other.
+        # Factors are of like sizes: a gradient that cancels leaves float32's rounding of 1, times the other.
+        "hidden": exact(rng, (batch, length, 4), logit_scale**0.5),
+        "matrix": exact(rng, (vocabulary, 4), logit_scale**0.5),
         "query": exact(rng, (batch, length, pointers, 4), score_scale**0.5),
         "key": exact(rng, (batch, length, pointers, 4), score_scale**0.5),
         "gate_term": (rng.standard_normal((batch, length, pointers)) * gate_scale).astype(np.float32),
