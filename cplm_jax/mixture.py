@@ -165,7 +165,7 @@ def target_terms(
     if pointer is not None and not pointer.gated:
         return _context_terms(hidden, matrix, targets, pointer, chunk)
     lm = lm_terms(hidden, matrix, targets, chunk)
-    log_lm, lm_log_total = lm.target - lm.rest, lm.peak + lm.rest
+    log_lm, lm_log_total = (lm.target - lm.peak) - lm.rest, lm.peak + lm.rest
     if pointer is None:
         nothing = jnp.zeros_like(log_lm)
         return TargetTerms(log_lm, nothing, nothing, jnp.full_like(log_lm, LOWEST), lm_log_total)
@@ -191,7 +191,7 @@ def target_terms(
     # g + log p_copy, from which both log p_copy and the odds are taken.
     of_copy, lost, *_ = logsumexp_of_sums((*gates, copy.match_peak, -copy.peak, match, -total))
     log_copy = jnp.add(*sum_and_lost([of_copy, -gate, lost, -gate_lost]))
-    log_odds = jnp.add(*sum_and_lost([of_copy, -lm.target, lost, lm.rest]))
+    log_odds = jnp.add(*sum_and_lost([of_copy, -lm.target, lm.peak, lost, lm.rest]))
     log_copy, log_odds = (jnp.where(some_match, x, LOWEST) for x in (log_copy, log_odds))
     log_prob = mix(log_lm, log_copy, gate, log_odds, some_valid)
     responsibility = jax.nn.sigmoid(log_odds)
@@ -229,23 +229,19 @@ def copy_distribution(
     valid_p = valid[:, :, None, :]
     peak = jax.lax.stop_gradient(jnp.max(jnp.where(valid_p, scores, LOWEST), axis=-1))
     peak = jnp.where(some_valid, peak, 0.0)
-    scores = scores - peak[..., None]
-    rest = jnp.where(some_valid, masked_logsumexp(scores, valid_p), 0.0)
-    log_probs = jnp.where(valid_p, scores - rest[..., None], LOWEST)
-    mean = jnp.sum(jnp.where(valid_p, jnp.exp(log_probs) * scores, 0.0), axis=-1)
+    above = scores - peak[..., None]
+    rest = jnp.where(some_valid, masked_logsumexp(above, valid_p), 0.0)
+    weights = jnp.exp(jnp.where(valid_p, above - rest[..., None], LOWEST))
+    mean = jnp.sum(jnp.where(valid_p, weights * above, 0.0), axis=-1)
     lm_peak, lm_rest = _lm_total(logits)
     totals = Totals(peak, rest, mean, lm_peak, lm_rest)
     gate = logsumexp_of_sums(gate_logits(pointer, totals))
     # One scatter serves all pointers: their shares of a candidate are added up before it.
-    of_pointer = (gate.share, -rest, gate.share_lost)
+    of_pointer = (-peak, gate.share, -rest, gate.share_lost)
     shares, lost = sum_and_lost([scores, *(x[..., None] for x in of_pointer)])
-    most = jax.lax.stop_gradient(jnp.max(shares, axis=2, keepdims=True))
-    # As in the scatter: the most of a single pointer is its own share, with nothing left over.
-    most_lost = jnp.max(jnp.where(shares == most, lost, LOWEST), axis=2, keepdims=True)
-    most_lost = jnp.where(most_lost > LOWEST, most_lost, 0.0)
-    above = jnp.where(valid_p, (shares - most) + (lost - most_lost), 0.0)
-    log_sum = jnp.log(jnp.sum(jnp.exp(above), axis=2))
-    log_prob, log_prob_lost = sum_and_lost([most[:, :, 0], log_sum, most_lost[:, :, 0]])
+    most = jax.lax.stop_gradient(jnp.max(shares, axis=2))
+    of_most = jnp.where(valid_p, (shares - most[:, :, None]) + lost, 0.0)
+    log_prob, log_prob_lost = sum_and_lost([most, jax.nn.logsumexp(of_most, axis=2)])
     log_prob = jnp.where(valid, log_prob, LOWEST)
     return CopyDistribution(log_prob, log_prob_lost, valid, gate.total, gate.total_lost)
 
@@ -277,13 +273,11 @@ def log_distribution(
     copy, of_token = _copied_by_token(logits, pointer, index, method)
     gate, gate_lost = copy.gate[..., None], copy.gate_lost[..., None]
     (lm_peak, lm_rest), copied = _lm_total(logits), of_token.rest > LOWEST
-    of_lm = logits - lm_peak
-    log_odds, lost = sum_and_lost(
-        [gate, of_token.peak, -of_lm, jnp.where(copied, of_token.rest, 0.0), lm_rest, gate_lost]
-    )
-    log_odds = jnp.where(copied, log_odds + lost, LOWEST)
+    of_copy = (gate, of_token.peak, jnp.where(copied, of_token.rest, 0.0), gate_lost)
+    log_odds = jnp.add(*sum_and_lost([*of_copy, -logits, lm_peak, lm_rest]))
+    log_odds = jnp.where(copied, log_odds, LOWEST)
     some_valid = jnp.any(copy.valid, axis=-1)[..., None]
-    return mix(of_lm - lm_rest, of_token.peak + of_token.rest, gate, log_odds, some_valid)
+    return mix((logits - lm_peak) - lm_rest, of_token.peak + of_token.rest, gate, log_odds, some_valid)
 
 
 def _copied_by_token(

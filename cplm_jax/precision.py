@@ -112,6 +112,7 @@ def logsumexp_of_sums(terms: Sequence[Float[Array, "... #n"]]) -> LogSumExp:
     at_best = [jax.lax.stop_gradient(jnp.take_along_axis(term, best, axis=-1)) for term in terms]
     pairs = zip(terms, at_best, strict=True)
     above, above_lost = sum_and_lost([part for term, most in pairs for part in (term, -most)])
-    rest = jnp.log(jnp.sum(jnp.exp(above), axis=-1, keepdims=True))
+    # Where terms are so large that another sum is the largest, once what was lost is added, that one leads.
+    rest = jax.nn.logsumexp(above, axis=-1, keepdims=True)
     total, lost = sum_and_lost([*at_best, rest])
     return LogSumExp(total[..., 0], lost[..., 0], *sum_and_lost([above, -rest, above_lost]))

@@ -80,7 +80,7 @@ class Counted(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Moves in the file."""
-        return self._raw.seek(offset, whence)
+        return self._noticing(self._raw.seek, offset, whence)
 
     def tell(self) -> int:
         """Returns the position in the file."""
@@ -88,14 +88,17 @@ class Counted(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fills a buffer."""
-        try:
-            data = self._raw.read(len(buffer))
-        except OSError as e:
-            self.error = e
-            raise
+        data = self._noticing(self._raw.read, len(buffer))
         buffer[: len(data)] = data
         self._advance(len(data))
         return len(data)
+
+    def _noticing(self, call: Callable[..., Any], *arguments: int) -> Any:
+        try:
+            return call(*arguments)
+        except OSError as e:
+            self.error = e
+            raise
 
 
 class _Frames(io.RawIOBase):

@@ -128,7 +128,7 @@ class TrainingBatches:
 
     Attributes:
       source_tokens: targets that the batches taken had from each source, over all processes.
-      seconds_waited: time that taking batches took, since this object was made.
+      seconds_waited: time until batches that were asked for were there, since this object was made.
     """
 
     def __init__(
@@ -191,12 +191,13 @@ class TrainingBatches:
         if self._iterator is None:
             self._start()
         batch, drawn = self._make() if self._ahead is None else self._ahead.result()
+        # Until here: starting on the batch after it, this thread competes with others, while devices compute.
+        self.seconds_waited += time.perf_counter() - began
         self._taken += 1
         self.source_tokens = self.source_tokens + drawn
         self._ahead = None
         if self._prefetch and self._taken < len(self._source):  # to the devices, while they compute
             self._ahead = self._placing.submit(self._make)
-        self.seconds_waited += time.perf_counter() - began
         return batch
 
     def _make(self) -> tuple[Batch, np.ndarray]:

@@ -14,7 +14,11 @@ _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
 def _bad_schema(schema: Any, file: SourceFile, reading: Reading) -> BadRecord | None:
-    """Returns what is wrong with the columns of a table, if anything is."""
+    """Returns what is wrong with the columns of a table, if anything is.
+
+    Raises:
+      UnicodeDecodeError: if the name of a column is damaged.
+    """
     import pyarrow as pa
 
     names, where = schema.names, f"{file.path}: "
@@ -41,12 +45,14 @@ def parquet_pieces(file: SourceFile, size: int, reading: Reading) -> list[tuple[
     with opened(file) as raw:
         try:
             table = pq.ParquetFile(raw)
-        except (pa.ArrowException, OSError) as e:
+            bad = _bad_schema(table.schema_arrow, file, reading)
+            groups = [table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups)]
+        except MemoryError:
+            raise
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
             if raw.error is not None:
                 raise raw.error from None
             return BadRecord(_not_parquet(file, e))
-        groups = [table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups)]
-        bad = _bad_schema(table.schema_arrow, file, reading)
     if bad is not None:
         return bad
     pieces, start, held = [], 0, 0
@@ -69,12 +75,12 @@ def read_parquet(
     try:
         # Buffered, a column is read page by page, not a row group at a time.
         table = pq.ParquetFile(stream, buffer_size=2**20, pre_buffer=False)
+        bad = _bad_schema(table.schema_arrow, piece.file, reading)
     except MemoryError:
         raise
-    except (pa.ArrowException, OSError) as e:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         yield BadRecord(_not_parquet(piece.file, e))
         return
-    bad = _bad_schema(table.schema_arrow, piece.file, reading)
     if bad is not None:
         yield bad
         return
@@ -91,7 +97,7 @@ def read_parquet(
                 advance(round(size * len(batch)))
     except MemoryError:
         raise
-    except (pa.ArrowException, OSError) as e:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as e:
         yield damaged(piece.file, f"row {row}", e)
 
 
@@ -140,7 +146,7 @@ def read_arrow(stream: BinaryIO, piece: Piece, reading: Reading) -> Iterator[Doc
             raise EOFError
     except MemoryError:
         raise
-    except (pa.ArrowException, OSError, *DAMAGED) as e:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, *DAMAGED) as e:
         yield damaged(piece.file, f"row {row}", e)
 
 

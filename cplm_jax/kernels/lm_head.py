@@ -23,7 +23,7 @@ LOGIT_BUDGET = 2**25
 
 
 class LMTerms(NamedTuple):
-    """``lse(z_t) = peak + rest`` and ``z_t[y_t] = peak + target``, each (batch, length), float32.
+    """``lse(z_t) = peak + rest`` and ``z_t[y_t] = target``, each (batch, length), float32.
 
     ``peak`` is the largest logit and has no gradient. With it apart, differences of large
     logits keep their precision.
@@ -117,9 +117,8 @@ def _local_forward(
     def one(hidden_nd: Array, targets_n: Array) -> tuple[LMTerms, Array]:
         z_nv = _logits(hidden_nd, matrix_vd)
         peak = pmax(jnp.max(z_nv, axis=-1), "vocabulary")
-        shifted = z_nv - peak[:, None]
-        total = psum(jnp.sum(jnp.exp(shifted), axis=-1), "vocabulary")
-        target = jnp.sum(jnp.where(_is_target(targets_n, z_nv.shape[-1]), shifted, 0.0), axis=-1)
+        total = psum(jnp.sum(jnp.exp(z_nv - peak[:, None]), axis=-1), "vocabulary")
+        target = jnp.sum(jnp.where(_is_target(targets_n, z_nv.shape[-1]), z_nv, 0.0), axis=-1)
         return LMTerms(peak, jnp.log(total), psum(target, "vocabulary")), z_nv
 
     flat_hidden, flat_targets = _flat(hidden), _flat(targets)

@@ -254,6 +254,34 @@ def test_a_column_of_numbers_is_refused(tmp_path):
         read(tmp_path / "a.parquet", reading=READING._replace(text_field="id"))
 
 
+def test_damaged_parquet_is_refused(tmp_path):
+    named = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a"], "identity": [1]}), named)
+    for data in (parquet()[:-9] + b"\0" * 9, named.getvalue().replace(b"identity", b"\xffdentity")):
+        (tmp_path / "a.parquet").write_bytes(data)
+        with pytest.raises(UserError, match=r"a\.parquet: not a Parquet file, or a damaged one .*; fetch it"):
+            read(tmp_path / "a.parquet")
+        (file,) = list_files([str(tmp_path)], "--paths")
+        (bad,) = read_piece(Piece(file, 0, None), READING)
+        assert "a.parquet: not a Parquet file, or a damaged one" in bad.message
+
+
+def test_want_of_memory_is_no_bad_file(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(parquet())
+
+    def refuse(*_args, **_named):
+        raise pa.ArrowMemoryError("malloc of size 1 failed")
+
+    monkeypatch.setattr(pq, "ParquetFile", refuse)
+    (file,) = list_files([str(tmp_path)], "--paths")
+    for attempt in (
+        lambda: pieces_of(file, 100, READING),
+        lambda: list(read_piece(Piece(file, 0, None), READING)),
+    ):
+        with pytest.raises(MemoryError):
+            attempt()
+
+
 def test_compressed_parquet_is_refused(tmp_path):
     (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(parquet()))
     with pytest.raises(UserError, match=r"a\.parquet\.gz: Parquet is read from its end.*; decompress"):
@@ -389,7 +417,8 @@ def test_a_connection_that_fails_is_no_bad_record(monkeypatch, name):
     def lose(*_args):
         raise TimeoutError("connection timed out")
 
-    monkeypatch.setattr(type(memory.open(file.path)), "read", lose)
+    for method in ("read", "seek") if name == "a.parquet" else ("read",):  # the one read from its end
+        monkeypatch.setattr(type(memory.open(file.path)), method, lose)
     with pytest.raises(UserError, match=f"{name}: cannot read it: connection timed out"):
         list(read_piece(Piece(file, 0, None), READING))
     if name == "a.parquet":  # the one that is opened to be cut

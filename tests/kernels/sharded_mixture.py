@@ -4,6 +4,7 @@ Started by :func:`tests.fake_devices.run_on_devices` as
 ``python -m tests.kernels.sharded_mixture``.
 """
 
+import functools
 import json
 
 import jax
@@ -99,14 +100,16 @@ def scatter_errors(mesh):
         np.add.at(total, at, np.where(valid, x, 0.0))
         return total
 
-    mass = added(np.exp(values))
+    lost = rng.uniform(-0.5, 0.5, values.shape).astype(np.float32)
+    weight = np.exp(values + lost)
+    mass = added(weight)
     present = mass > 0
     results = {
         "sum": (sum_by_token, added(values), np.where(valid, weights[at], 0.0)),
         "logsumexp": (
-            logsumexp_by_token,
+            functools.partial(logsumexp_by_token, lost=lost),
             np.where(present, np.log(np.where(present, mass, 1.0)), 0.0),
-            np.where(valid, weights[at] * np.exp(values) / np.where(valid, mass[at], 1.0), 0.0),
+            np.where(valid, weights[at] * weight / np.where(valid, mass[at], 1.0), 0.0),
         ),
     }
     worst = {}
