@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cplm_jax.data.files import SourceFile, open_file
+from cplm_jax.data.compression import opened
+from cplm_jax.data.files import SourceFile
 from cplm_jax.data.formats import read_piece
 from cplm_jax.data.preparation.plan import Settings
 from cplm_jax.data.records import BadRecord, Document, Piece
@@ -28,7 +29,7 @@ from cplm_jax.data.shards import (
     write_file,
 )
 from cplm_jax.data.tokenizer import Tokenizer
-from cplm_jax.errors import UserError, first_line
+from cplm_jax.errors import UserError
 
 KEPT_MESSAGES = 20
 _HASHED_BYTES = 2**22
@@ -164,14 +165,10 @@ def hash_unit(unit: Unit, tokenizer: Tokenizer, progress: Progress) -> None:
     hashes = {}
     for file in files_of(unit):
         digest = hashlib.sha256()
-        try:
-            with open_file(file) as stream:
-                while block := stream.read(_HASHED_BYTES):
-                    digest.update(block)
-                    progress.add(0, len(block))
-                    progress.check()
-        except OSError as e:
-            raise UserError(f"{file.path}: cannot read it: {e.strerror or first_line(e)}") from e
+        with opened(file, lambda size: progress.add(0, size)) as stream:
+            while block := stream.read(_HASHED_BYTES):
+                digest.update(block)
+                progress.check()
         hashes[file.path] = digest.hexdigest()
     write_file(unit.hashes_file, json.dumps(hashes).encode())
 
