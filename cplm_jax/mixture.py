@@ -31,7 +31,10 @@ P pointers, C copy width, V vocabulary.
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import chex
@@ -39,19 +42,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from cplm_jax.double_word import DoubleWord, log_softmax, logsumexp, product, softplus
 from cplm_jax.kernels.blocks import block_length, map_blocks
 from cplm_jax.kernels.lm_head import LOGIT_BUDGET, lm_terms
 from cplm_jax.kernels.pointer import pointer_terms
-from cplm_jax.kernels.scatter import Method, TokenTerms, logsumexp_by_token, sum_by_token
+from cplm_jax.kernels.scatter import Method, logsumexp_by_token, sum_by_token
 from cplm_jax.pointer import Pointer, copy_scores
-from cplm_jax.precision import (
-    LOWEST,
-    einsum_float32,
-    logsumexp_of_sums,
-    masked_logsumexp,
-    product_parts,
-    sum_and_lost,
-)
+from cplm_jax.precision import LOWEST, LogTotal, einsum_float32, masked_logsumexp
 from cplm_jax.sharding import ways
 
 
@@ -73,21 +70,18 @@ class TargetTerms(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """``A_t``, the mean score under ``exp(e_tj - A_t)``, and ``lse(z_t)``, relative to their peaks.
+    """What gates may see of both heads."""
 
-    Scores and logits may be far larger than their differences. With the peaks (largest terms,
-    without a gradient) apart, float32 subtracts large numbers from each other before it adds small ones.
-    """
-
-    copy_peak: Float[Array, "batch length pointers"]
-    copy_rest: Float[Array, "batch length pointers"]
-    copy_mean: Float[Array, "batch length pointers"]
-    lm_peak: Float[Array, "batch length 1"]
-    lm_rest: Float[Array, "batch length 1"]
+    copy: DoubleWord
+    """A_t, (batch, length, pointers)."""
+    entropy: Float[Array, "batch length pointers"]
+    """H_t, of each pointer's distribution over candidates."""
+    lm: DoubleWord
+    """lse(z_t), (batch, length, 1)."""
 
 
-def gate_logits(pointer: Pointer, totals: Totals) -> tuple[Float[Array, "batch length #pointers"], ...]:
-    """Returns the gate logit ``g_t`` of every pointer, as terms to be added.
+def gate_logits(pointer: Pointer, totals: Totals) -> DoubleWord:
+    """Returns the gate logit ``g_t`` of every pointer, (batch, length, pointers).
 
     ``learned``: ``w . h_t + b``, as in the pointer-generator (See et al. 2017).
     ``sentinel``: ``A_t - q_t . s`` (Merity et al. 2017).
@@ -99,50 +93,67 @@ def gate_logits(pointer: Pointer, totals: Totals) -> tuple[Float[Array, "batch l
 
     Args:
       pointer: its ``gate_term`` is ``w . h_t + b``, ``q_t . s``, ``b``, ``w . h_t + b`` and ``b``.
-      totals: ``A_t``, mean score and ``lse(z_t)``.
+      totals: ``A_t``, ``H_t`` and ``lse(z_t)``.
     """
     term = pointer.gate_term.astype(jnp.float32)
     if pointer.gate == "learned":
-        return (term,)
+        return DoubleWord.of(term)
     if pointer.gate == "sentinel":
-        return totals.copy_peak, -term, totals.copy_rest
+        return totals.copy - term
     if pointer.gate == "shared_softmax":
-        return totals.copy_peak, -totals.lm_peak, term, totals.copy_rest - totals.lm_rest
+        return totals.copy + term - totals.lm
     if pointer.gate != "confidence":
-        return totals.copy_peak, term, totals.copy_rest
+        return totals.copy + term
     assert pointer.confidence is not None
-    entropy = totals.copy_rest - totals.copy_mean
     of_total, of_entropy = pointer.confidence
-    return (
-        term,
-        *product_parts(of_total, totals.copy_peak),
-        of_total * totals.copy_rest + of_entropy * entropy,
-    )
+    return product(of_total, totals.copy) + (term + of_entropy * totals.entropy)
 
 
-def mix(
-    log_lm: Float[Array, "..."],
-    log_copy: Float[Array, "..."],
-    gate: Float[Array, "..."],
-    log_odds: Float[Array, "..."],
-    some_valid: Bool[Array, "..."],
-) -> Float[Array, "..."]:
-    """The formula: ``logaddexp(logsigmoid(-g) + log p_lm, logsigmoid(g) + log p_copy)``.
+@jax.custom_jvp
+def mix(gates: tuple[DoubleWord, ...], log_probs: tuple[DoubleWord, ...]) -> DoubleWord:
+    """The formula: ``log p = lse_i (g_i + log p_i) - lse_i g_i``, the heads' mean weighed by ``softmax(g)``.
 
-    Arguments broadcast. Its two terms may be far larger than their difference, whose sigmoid is the share of
-    p that was copied, and which the gradient is made of: it is an argument of its own.
+    Of the LM head, whose g is 0, and a single pointer it is
+    ``logaddexp(logsigmoid(-g) + log p_lm, logsigmoid(g) + log p_copy)``.
 
     Args:
-      log_lm: log p_lm.
-      log_copy: log p_copy.
-      gate: g.
-      log_odds: ``g + log p_copy - log p_lm``.
-      some_valid: where a candidate exists; elsewhere the result is ``log_lm``.
+      gates: g of every head.
+      log_probs: log p of every head; shapes broadcast.
     """
-    copied = log_odds > 0
-    larger = jnp.where(copied, jax.nn.log_sigmoid(gate) + log_copy, jax.nn.log_sigmoid(-gate) + log_lm)
-    mixed = larger + jax.nn.softplus(jnp.where(copied, -log_odds, log_odds))
-    return jnp.where(some_valid, mixed, log_lm)
+    if len(gates) == 1:
+        return log_probs[0]
+    return logsumexp(_joint(gates, log_probs)) - logsumexp(gates)
+
+
+def _joint(gates: Sequence[DoubleWord], log_probs: Sequence[DoubleWord]) -> list[DoubleWord]:
+    return [gate + log_prob for gate, log_prob in zip(gates, log_probs, strict=True)]
+
+
+def _softmax(terms: Sequence[DoubleWord]) -> list[Array]:
+    total = logsumexp(terms)
+    return [jnp.exp((term - total).value) for term in terms]
+
+
+@mix.defjvp
+def _mix_jvp(primals: tuple, tangents: tuple) -> tuple[DoubleWord, DoubleWord]:
+    """With weights w = softmax(g) and shares r = softmax(g + log p): r_i for log p_i, and r_i - w_i for g_i.
+
+    Where heads agree, r_i and w_i are almost the same, and much may be multiplied with their difference.
+    It is a sum over pairs of heads, each of which keeps its relative precision::
+
+        r_i - w_i = sum over k of w_i w_k (p_i - p_k) / p = sum over k of r_i w_k (1 - p_k / p_i)
+    """
+    gates, log_probs = primals
+    weights, shares = _softmax(gates), _softmax(_joint(gates, log_probs))
+    of_gates, of_log_probs = ([x.value for x in tangent] for tangent in tangents)
+    tangent = sum(share * of_log_prob for share, of_log_prob in zip(shares, of_log_probs, strict=True))
+    for i, k in itertools.combinations(range(len(gates)), 2):
+        ratio = (log_probs[i] - log_probs[k]).value
+        moved = -jnp.expm1(-jnp.abs(ratio)) * jnp.where(
+            ratio > 0, shares[i] * weights[k], -shares[k] * weights[i]
+        )
+        tangent = tangent + moved * (of_gates[i] - of_gates[k])
+    return mix(gates, log_probs), DoubleWord(tangent, jnp.zeros_like(tangent))
 
 
 def target_terms(
@@ -165,10 +176,12 @@ def target_terms(
     if pointer is not None and not pointer.gated:
         return _context_terms(hidden, matrix, targets, pointer, chunk)
     lm = lm_terms(hidden, matrix, targets, chunk)
-    log_lm, lm_log_total = (lm.target - lm.peak) - lm.rest, lm.peak + lm.rest
+    target, others = DoubleWord.of(lm.target), _double(lm.others)
+    log_lm, lm_total = _log_share(target, others), logsumexp((target, others))
     if pointer is None:
-        nothing = jnp.zeros_like(log_lm)
-        return TargetTerms(log_lm, nothing, nothing, jnp.full_like(log_lm, LOWEST), lm_log_total)
+        nothing = jnp.zeros_like(lm.target)
+        lowest = jnp.full_like(nothing, LOWEST)
+        return TargetTerms(log_lm.value, nothing, nothing, lowest, lm_total.value)
     copy = pointer_terms(
         pointer.query,
         pointer.candidates.key,
@@ -181,37 +194,54 @@ def target_terms(
         block=pointer.block,
         with_mean=pointer.gate == "confidence",
     )
+    match, others = _double(copy.match.total), _double(copy.others.total)
+    some_match = match.value > LOWEST
+    some_valid = some_match | (others.value > LOWEST)
+    log_copy = _log_share(match, others).where(some_match, LOWEST)
+    copy_total = logsumexp((match, others)).where(some_valid, 0.0)
+    # The chain rule of entropy: that of whether the target is meant, and then of which candidate is.
+    # Beyond 100 the first is 0 in float32, and its gradient too.
+    odds = jnp.clip((match - others).value, -100.0, 100.0)
+    of_match, of_others = (x.total.rest - x.mean for x in copy)
+    entropy = jax.nn.sigmoid(odds) * (of_match + jax.nn.softplus(-odds))
+    entropy += jax.nn.sigmoid(-odds) * (of_others + jax.nn.softplus(odds))
+
+    gates = gate_logits(pointer, Totals(copy_total, entropy, lm_total.expanded()))
+    of_pointers = [tuple(x.part(p) for p in range(x.value.shape[-1])) for x in (gates, log_copy)]
+    heads = [(_of_lm(), *of_pointers[0]), (log_lm, *of_pointers[1])]
     # Pointers differ in scores, not in which candidates are valid or match.
-    some_valid, some_match = (jnp.any(x > LOWEST, axis=-1) for x in (copy.total, copy.match))
-    total = jnp.where(some_valid[..., None], copy.total, 0.0)
-    match = jnp.where(some_match[..., None], copy.match, 0.0)
-    totals = Totals(copy.peak, total, copy.mean, lm.peak[..., None], lm.rest[..., None])
-    gates = gate_logits(pointer, totals)
-    gate, gate_lost, *_ = logsumexp_of_sums(gates)
-    # g + log p_copy, from which both log p_copy and the odds are taken.
-    of_copy, lost, *_ = logsumexp_of_sums((*gates, copy.match_peak, -copy.peak, match, -total))
-    log_copy = jnp.add(*sum_and_lost([of_copy, -gate, lost, -gate_lost]))
-    log_odds = jnp.add(*sum_and_lost([of_copy, -lm.target, lm.peak, lost, lm.rest]))
-    log_copy, log_odds = (jnp.where(some_match, x, LOWEST) for x in (log_copy, log_odds))
-    log_prob = mix(log_lm, log_copy, gate, log_odds, some_valid)
-    responsibility = jax.nn.sigmoid(log_odds)
+    some_valid = some_valid[..., 0]
     return TargetTerms(
-        log_prob, jnp.where(some_valid, jax.nn.sigmoid(gate), 0.0), responsibility, log_copy, lm_log_total
+        log_prob=jnp.where(some_valid, mix(*heads).value, log_lm.value),
+        gate=jnp.where(some_valid, sum(_softmax(heads[0])[1:]), 0.0),
+        responsibility=sum(_softmax(_joint(*heads))[1:]),
+        log_copy=mix(*of_pointers).value,
+        lm_log_total=lm_total.value,
     )
+
+
+def _double(total: LogTotal) -> DoubleWord:
+    return DoubleWord.of(total.peak) + total.rest
+
+
+def _log_share(part: DoubleWord, others: DoubleWord) -> DoubleWord:
+    """Returns the log of the share of ``exp(part)`` in the sum with ``exp(others)``."""
+    return -softplus(others - part)
+
+
+def _of_lm() -> DoubleWord:
+    """Returns the gate logit of the LM head."""
+    return DoubleWord.of(jnp.zeros(()))
 
 
 class CopyDistribution(NamedTuple):
     """The copy head's distribution over candidates, and its weight."""
 
-    log_prob: Float[Array, "batch length candidates"]
-    """log of the share of each valid candidate in the copied probability."""
-    log_prob_lost: Float[Array, "batch length candidates"]
-    """What rounding took from it."""
+    log_prob: DoubleWord
+    """log of the share of each valid candidate in the copied probability, (batch, length, candidates)."""
     valid: Bool[Array, "batch length candidates"]
-    gate: Float[Array, "batch length"]
-    """g_t."""
-    gate_lost: Float[Array, "batch length"]
-    """What rounding took from g_t."""
+    gate: DoubleWord
+    """g_t, (batch, length)."""
 
 
 def copy_distribution(
@@ -231,19 +261,18 @@ def copy_distribution(
     peak = jnp.where(some_valid, peak, 0.0)
     above = scores - peak[..., None]
     rest = jnp.where(some_valid, masked_logsumexp(above, valid_p), 0.0)
+    total = DoubleWord.of(peak) + rest
     weights = jnp.exp(jnp.where(valid_p, above - rest[..., None], LOWEST))
-    mean = jnp.sum(jnp.where(valid_p, weights * above, 0.0), axis=-1)
-    lm_peak, lm_rest = _lm_total(logits)
-    totals = Totals(peak, rest, mean, lm_peak, lm_rest)
-    gate = logsumexp_of_sums(gate_logits(pointer, totals))
+    entropy = rest - jnp.sum(jnp.where(valid_p, weights * above, 0.0), axis=-1)
+    gates = gate_logits(pointer, Totals(total, entropy, _lm_total(logits)))
+    pointers = range(scores.shape[2])
+    of_gates = tuple(gates.part(p) for p in pointers)
+    shares = tuple(
+        (DoubleWord.of(scores[:, :, p]) - total.part(p).expanded()).where(valid, LOWEST) for p in pointers
+    )
     # One scatter serves all pointers: their shares of a candidate are added up before it.
-    of_pointer = (-peak, gate.share, -rest, gate.share_lost)
-    shares, lost = sum_and_lost([scores, *(x[..., None] for x in of_pointer)])
-    most = jax.lax.stop_gradient(jnp.max(shares, axis=2))
-    of_most = jnp.where(valid_p, (shares - most[:, :, None]) + lost, 0.0)
-    log_prob, log_prob_lost = sum_and_lost([most, jax.nn.logsumexp(of_most, axis=2)])
-    log_prob = jnp.where(valid, log_prob, LOWEST)
-    return CopyDistribution(log_prob, log_prob_lost, valid, gate.total, gate.total_lost)
+    log_prob = mix(tuple(gate.expanded() for gate in of_gates), shares)
+    return CopyDistribution(log_prob.where(valid, LOWEST), valid, logsumexp(of_gates))
 
 
 def log_distribution(
@@ -265,28 +294,30 @@ def log_distribution(
       method: see :func:`~cplm_jax.kernels.scatter.logsumexp_by_token`.
     """
     logits = logits.astype(jnp.float32)
+    log_lm = log_softmax(DoubleWord.of(logits))
     if pointer is None:
-        return _log_softmax(logits)
+        return log_lm.value
     chex.assert_equal_shape_prefix([logits, pointer.query], 2)
     if not pointer.gated:
         return context_log_softmax(logits, pointer, index, method)[0]
     copy, of_token = _copied_by_token(logits, pointer, index, method)
-    gate, gate_lost = copy.gate[..., None], copy.gate_lost[..., None]
-    (lm_peak, lm_rest), copied = _lm_total(logits), of_token.rest > LOWEST
-    of_copy = (gate, of_token.peak, jnp.where(copied, of_token.rest, 0.0), gate_lost)
-    log_odds = jnp.add(*sum_and_lost([*of_copy, -logits, lm_peak, lm_rest]))
-    log_odds = jnp.where(copied, log_odds, LOWEST)
+    # They add up to 1 but for rounding. With the sum taken out, a token that is all but certain to be copied
+    # is told by the others' sum, values and gradients, as in the loss path.
+    log_copy = log_softmax(_double(of_token))
+    heads = [(_of_lm(), copy.gate.expanded()), (log_lm, log_copy)]
     some_valid = jnp.any(copy.valid, axis=-1)[..., None]
-    return mix((logits - lm_peak) - lm_rest, of_token.peak + of_token.rest, gate, log_odds, some_valid)
+    return jnp.where(some_valid, mix(*heads).value, log_lm.value)
 
 
 def _copied_by_token(
     logits: Array, pointer: Pointer, index: Array | None, method: Method
-) -> tuple[CopyDistribution, TokenTerms]:
+) -> tuple[CopyDistribution, LogTotal]:
     """Returns the distribution over candidates, and that over tokens which they make."""
     copy = copy_distribution(logits, pointer, index)
-    tokens, vocabulary = pointer.candidates.tokens, logits.shape[-1]
-    return copy, logsumexp_by_token(copy.log_prob, copy.valid, tokens, vocabulary, method, copy.log_prob_lost)
+    of_candidate, tokens, vocabulary = copy.log_prob, pointer.candidates.tokens, logits.shape[-1]
+    return copy, logsumexp_by_token(
+        of_candidate.value, copy.valid, tokens, vocabulary, method, of_candidate.lost
+    )
 
 
 def context_log_softmax(
@@ -306,22 +337,20 @@ def context_log_softmax(
       log p(v), and whether v received a score.
     """
     tokens, vocabulary = pointer.candidates.tokens, logits.shape[-1]
-    parts: tuple[Array, ...]
     if pointer.gate == "context_logits":
         copy, of_token = _copied_by_token(logits, pointer, index, method)
-        received = of_token.rest > LOWEST
-        copied = (copy.gate[..., None], *of_token, copy.gate_lost[..., None])
-        parts = (logits, *(jnp.where(received, part, 0.0) for part in copied))
+        received = of_token.peak > LOWEST
+        added = (_double(of_token) + copy.gate.expanded()).where(received, 0.0)
     else:
         valid = pointer.valid(index)
         scores = jnp.sum(copy_scores(pointer, index), axis=2)
-        added = sum_by_token(scores, valid, tokens, vocabulary, method)
         occurrences = sum_by_token(jnp.ones_like(scores), valid, tokens, vocabulary, method)
         received = occurrences > 0
-        terms = jnp.split(pointer.gate_term.astype(jnp.float32), pointer.gate_term.shape[-1], axis=-1)
-        bias, lost = sum_and_lost(terms)
-        parts = (logits, added, *product_parts(occurrences, bias), occurrences * lost)
-    return logsumexp_of_sums(parts).share, received
+        terms = DoubleWord.of(pointer.gate_term.astype(jnp.float32))
+        bias = functools.reduce(operator.add, (terms.part(p) for p in range(pointer.query.shape[2])))
+        added = product(occurrences, bias.expanded())
+        added = added + sum_by_token(scores, valid, tokens, vocabulary, method)
+    return log_softmax(added + logits.astype(jnp.float32)).value, received
 
 
 def positions_at_a_time(pointer: Pointer | None, targets: Int[Array, "batch length"], vocabulary: int) -> int:
@@ -355,15 +384,15 @@ def _context_terms(
         log_p, received = context_log_softmax(logits, part, index)
         copy = copy_distribution(logits, part, index)
         matches = copy.valid & (candidates.tokens[:, None, :] == targets[:, :, None])
-        log_prob, without = _pick(log_p, targets), _pick(_log_softmax(logits), targets)
+        log_prob, without = _pick(log_p, targets), _pick(log_softmax(DoubleWord.of(logits)).value, targets)
         return TargetTerms(
             log_prob=log_prob,
             gate=jnp.sum(jnp.where(received, jnp.exp(log_p), 0.0), axis=-1),
             responsibility=jnp.where(
                 jnp.any(matches, -1), 1 - jnp.exp(jnp.minimum(without - log_prob, 0)), 0
             ),
-            log_copy=masked_logsumexp(copy.log_prob, matches),
-            lm_log_total=functools.reduce(jnp.add, _lm_total(logits))[..., 0],
+            log_copy=masked_logsumexp(copy.log_prob.value, matches),
+            lm_log_total=_lm_total(logits).value[..., 0],
         )
 
     index = jnp.broadcast_to(jnp.arange(length), targets.shape)
@@ -371,17 +400,10 @@ def _context_terms(
     return map_blocks(terms, block, *arrays)
 
 
-def _lm_total(
-    logits: Float[Array, "batch length vocabulary"],
-) -> tuple[Float[Array, "batch length 1"], Float[Array, "batch length 1"]]:
-    """Returns the largest logit, without a gradient, and the log-sum-exp of what exceeds it."""
+def _lm_total(logits: Float[Array, "batch length vocabulary"]) -> DoubleWord:
+    """Returns ``lse(z_t)``, (batch, length, 1)."""
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    return peak, jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
-
-
-def _log_softmax(logits: Float[Array, "batch length vocabulary"]) -> Float[Array, "batch length vocabulary"]:
-    peak, rest = _lm_total(logits)
-    return (logits - peak) - rest
+    return DoubleWord.of(peak) + jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
 
 
 def _pick(

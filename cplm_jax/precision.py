@@ -1,11 +1,6 @@
-"""Float32 arithmetic: products of narrower operands, empty log-sum-exps, and sums of large numbers.
-
-Numbers that are far larger than the differences that count are kept as a float32 and what rounding took
-from it ("lost"), which is added once the large ones have cancelled. What was lost has no gradient.
-"""
+"""Float32 arithmetic: products of narrower operands, and log-sum-exps of large numbers or of none."""
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +9,23 @@ from jaxtyping import Array, Bool, Float
 
 # Stands for minus infinity: finite, so that neither it nor its gradient makes a NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class LogTotal(NamedTuple):
+    """A log-sum-exp ``peak + rest``; over nothing the peak is ``LOWEST`` and the rest 0.
+
+    The peak is the largest term and has no gradient. With it apart, differences of large log-sum-exps
+    keep their precision.
+    """
+
+    peak: Float[Array, "..."]
+    rest: Float[Array, "..."]
+
+    @staticmethod
+    def of(peak: Float[Array, "..."], total: Float[Array, "..."]) -> "LogTotal":
+        """Returns the log-sum-exp of terms with this peak whose ``exp(term - peak)`` add up to ``total``."""
+        some = total > 0
+        return LogTotal(jnp.where(some, peak, LOWEST), jnp.log(jnp.where(some, total, 1.0)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -58,61 +70,3 @@ def masked_logsumexp(x: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[
     total = jnp.sum(jnp.where(mask, jnp.exp(jnp.where(mask, x - peak, 0.0)), 0.0), axis=-1)
     some = jnp.any(mask, axis=-1)
     return jnp.where(some, peak[..., 0] + jnp.log(jnp.where(some, total, 1.0)), LOWEST)
-
-
-def sum_and_lost(terms: Sequence[Array]) -> tuple[Array, Array]:
-    """Returns the sum of terms, and what rounding took from it (Knuth's two-sum for each addition)."""
-    total, lost = terms[0], jnp.zeros_like(terms[0])
-    for term in terms[1:]:
-        larger = total + term
-        added = larger - total
-        lost += (total - (larger - added)) + (term - added)
-        total = larger
-    lost = jax.lax.stop_gradient(lost)
-    rounded = total + lost
-    return rounded, jax.lax.stop_gradient(lost - (rounded - total))
-
-
-def product_parts(a: Array, b: Array) -> tuple[Array, Array]:
-    """Returns two numbers whose sum is the product, to about 35 bits (after Dekker 1971).
-
-    The first is the exact product of the upper halves of the operands' bits. A rounded product would not do:
-    where compilers fuse it with a sum, the sum takes the exact one.
-    """
-
-    def halves(x: Array) -> tuple[Array, Array]:
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
-        high = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        return high, x - high
-
-    (a_high, a_low), (b_high, b_low) = halves(a), halves(b)
-    return a_high * b_high, (a_high * b_low + a_low * b_high) + a_low * b_low
-
-
-class LogSumExp(NamedTuple):
-    """``lse_i s_i`` and ``s_i - lse_i s_i``, each with what rounding took from it."""
-
-    total: Float[Array, "..."]
-    total_lost: Float[Array, "..."]
-    share: Float[Array, "... n"]
-    share_lost: Float[Array, "... n"]
-
-
-def logsumexp_of_sums(terms: Sequence[Float[Array, "... #n"]]) -> LogSumExp:
-    """Returns the log-sum-exp over the last axis of the sums s of the terms.
-
-    Terms may be far larger than differences of sums: each term's value at the largest sum is subtracted
-    from it before terms are added, and what rounding takes is added after.
-    """
-    terms = jnp.broadcast_arrays(*terms)
-    if terms[0].shape[-1] == 1:  # a sum is its own log-sum-exp
-        total, lost = (x[..., 0] for x in sum_and_lost(terms))
-        return LogSumExp(total, lost, jnp.zeros_like(terms[0]), jnp.zeros_like(terms[0]))
-    best = jnp.argmax(functools.reduce(jnp.add, terms), axis=-1, keepdims=True)
-    at_best = [jax.lax.stop_gradient(jnp.take_along_axis(term, best, axis=-1)) for term in terms]
-    pairs = zip(terms, at_best, strict=True)
-    above, above_lost = sum_and_lost([part for term, most in pairs for part in (term, -most)])
-    # Where terms are so large that another sum is the largest, once what was lost is added, that one leads.
-    rest = jax.nn.logsumexp(above, axis=-1, keepdims=True)
-    total, lost = sum_and_lost([*at_best, rest])
-    return LogSumExp(total[..., 0], lost[..., 0], *sum_and_lost([above, -rest, above_lost]))

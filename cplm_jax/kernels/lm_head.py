@@ -3,8 +3,9 @@
 Unless a single chunk holds all tokens: its logits are kept, since computing them again would save nothing.
 
 The idea of computing a cross-entropy from states and matrix chunk by chunk, recomputing logits in
-the backward pass, is that of Wijmans et al. 2024 (Cut Your Losses); here log-sum-exp and target logit
-come out apart, each with its own gradient, because the mixture weighs every token differently.
+the backward pass, is that of Wijmans et al. 2024 (Cut Your Losses); here the target's logit and the
+others' log-sum-exp come out apart, each with its own gradient, because the mixture weighs every token
+differently.
 """
 
 import functools
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from cplm_jax.kernels.blocks import block_length, cut, join
+from cplm_jax.precision import LOWEST, LogTotal
 from cplm_jax.sharding import on_mesh, part_index, pmax, psum, sum_parts
 
 # Logits held at a time, on each device: 128 MiB in float32.
@@ -23,18 +25,17 @@ LOGIT_BUDGET = 2**25
 
 
 class LMTerms(NamedTuple):
-    """``lse(z_t) = peak + rest`` and ``z_t[y_t] = target``, each (batch, length), float32.
+    """The target's logit ``z_t[y_t]`` and the log-sum-exp of all others, each (batch, length), float32.
 
-    ``peak`` is the largest logit and has no gradient. With it apart, differences of large
-    logits keep their precision.
+    With the target apart, ``1 - p_lm(y_t)``, which the gradient is made of, keeps its relative precision.
     """
 
-    peak: Float[Array, "batch length"]
-    rest: Float[Array, "batch length"]
     target: Float[Array, "batch length"]
+    others: LogTotal
 
 
 _HIDDEN, _MATRIX, _TOKENS = ("batch", "length", None), ("vocabulary", None), ("batch", "length")
+_TERMS = LMTerms(_TOKENS, LogTotal(_TOKENS, _TOKENS))
 
 
 def lm_terms(
@@ -43,7 +44,7 @@ def lm_terms(
     targets: Int[Array, "batch length"],
     chunk: int | None = None,
 ) -> LMTerms:
-    """Returns log-sum-exp of the logits ``z = W h`` and the targets' logits.
+    """Returns the targets' logits, and the log-sum-exps of the others, of ``z = W h``.
 
     Products run in the type of ``hidden`` and accumulate in float32, forward and backward. The
     vocabulary may be split over the mesh; only sums of (batch, length) are exchanged forward.
@@ -68,7 +69,7 @@ def _forward(hidden: Array, matrix: Array, targets: Array, chunk: int | None) ->
     run = on_mesh(
         functools.partial(_local_forward, chunk),
         (_HIDDEN, _MATRIX, _TOKENS),
-        (LMTerms._make([_TOKENS] * 3), ("tokens", "vocabulary")),
+        (_TERMS, ("tokens", "vocabulary")),
     )
     terms, logits = run(hidden, matrix, targets)
     return terms, (hidden, matrix, targets, terms, logits)
@@ -78,10 +79,11 @@ def _backward(chunk: int | None, residuals: tuple, cotangents: LMTerms) -> tuple
     hidden, matrix, targets, terms, logits = residuals
     run = on_mesh(
         functools.partial(_local_backward, chunk),
-        (_HIDDEN, _MATRIX, _TOKENS, (_TOKENS,) * 3, ("tokens", "vocabulary"), (_TOKENS,) * 3),
+        (_HIDDEN, _MATRIX, _TOKENS, _TERMS.others, ("tokens", "vocabulary"), (_TOKENS, _TOKENS)),
         (_HIDDEN, ("vocabulary", "embed")),
     )
-    d_hidden, d_matrix = run(hidden, matrix, targets, tuple(terms), logits, tuple(cotangents))
+    of_terms = (cotangents.target, cotangents.others.rest)
+    d_hidden, d_matrix = run(hidden, matrix, targets, terms.others, logits, of_terms)
     return d_hidden, d_matrix, None
 
 
@@ -116,10 +118,11 @@ def _local_forward(
 
     def one(hidden_nd: Array, targets_n: Array) -> tuple[LMTerms, Array]:
         z_nv = _logits(hidden_nd, matrix_vd)
-        peak = pmax(jnp.max(z_nv, axis=-1), "vocabulary")
-        total = psum(jnp.sum(jnp.exp(z_nv - peak[:, None]), axis=-1), "vocabulary")
-        target = jnp.sum(jnp.where(_is_target(targets_n, z_nv.shape[-1]), z_nv, 0.0), axis=-1)
-        return LMTerms(peak, jnp.log(total), psum(target, "vocabulary")), z_nv
+        is_target = _is_target(targets_n, z_nv.shape[-1])
+        target = psum(jnp.sum(jnp.where(is_target, z_nv, 0.0), axis=-1), "vocabulary")
+        peak = pmax(jnp.max(jnp.where(is_target, LOWEST, z_nv), axis=-1), "vocabulary")
+        mass = jnp.where(is_target, 0.0, jnp.exp(z_nv - peak[:, None]))
+        return LMTerms(target, LogTotal.of(peak, psum(jnp.sum(mass, axis=-1), "vocabulary"))), z_nv
 
     flat_hidden, flat_targets = _flat(hidden), _flat(targets)
     if size == targets.size:
@@ -136,31 +139,28 @@ def _local_backward(
     hidden: Array,
     matrix: Array,
     targets: Array,
-    terms: tuple[Array, Array, Array],
+    others: LogTotal,
     logits: Array | None,
-    cotangents: tuple[Array, Array, Array],
+    cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array]:
     """Gradients of one device's rows, summed over the mesh."""
     dtype = hidden.dtype
     matrix_vd = matrix.astype(dtype)
     size = _tokens_of(chunk, hidden, matrix)
-    peak, rest, _ = terms
-    _, d_rest, d_target = cotangents
 
     def one(x: tuple[Array, ...], z_nv: Array | None = None) -> tuple[Array, Array]:
-        hidden_nd, targets_n, peak_n, rest_n, d_rest_n, d_target_n = x
+        hidden_nd, targets_n, peak_n, rest_n, d_target_n, d_rest_n = x
         if z_nv is None:
             z_nv = _logits(hidden_nd, matrix_vd)
-        softmax = jnp.exp((z_nv - peak_n[:, None]) - rest_n[:, None])
-        onehot = _is_target(targets_n, z_nv.shape[-1])
-        d_z = d_rest_n[:, None] * softmax + jnp.where(onehot, d_target_n[:, None], 0.0)
+        of_others = d_rest_n[:, None] * jnp.exp((z_nv - peak_n[:, None]) - rest_n[:, None])
+        d_z = jnp.where(_is_target(targets_n, z_nv.shape[-1]), d_target_n[:, None], of_others)
         # In the compute dtype, as the forward products; left alone, float32 would make them slow.
         d_z = d_z.astype(dtype)
         d_hidden = jnp.einsum("nv,vd->nd", d_z, matrix_vd, preferred_element_type=jnp.float32)
         d_matrix = jnp.einsum("nv,nd->vd", d_z, hidden_nd, preferred_element_type=jnp.float32)
         return d_hidden, d_matrix
 
-    xs = tuple(_flat(x) for x in (hidden, targets, peak, rest, d_rest, d_target))
+    xs = tuple(_flat(x) for x in (hidden, targets, *others, *cotangents))
     if logits is not None:
         d_hidden, d_matrix = one(xs, logits)
     else:

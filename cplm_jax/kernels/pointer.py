@@ -13,28 +13,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from cplm_jax.kernels.blocks import block_length, cut, join, pad_to
-from cplm_jax.precision import LOWEST
+from cplm_jax.precision import LOWEST, LogTotal
 from cplm_jax.sharding import on_mesh, part_index, psum, sum_parts
 
 # Scores of one block, on each device: 16 MiB in float32.
 SCORE_BUDGET = 2**22
 
 
-class PointerTerms(NamedTuple):
-    """Log-sum-exps of the copy scores, each (batch, length, pointers), float32.
+class ScoreTerms(NamedTuple):
+    """Of the copy scores of some candidates, each (batch, length, pointers), float32."""
 
-    ``A_t = peak + total`` over the valid candidates, ``M_t(y_t) = match_peak + match`` over those that
-    hold the target, and the mean score under ``exp(e_tj - A_t)`` is ``peak + mean`` (0 unless asked for).
-    Peaks are the largest scores and have no gradient. Where no candidate is valid ``peak`` and ``mean``
-    are 0 and ``total`` is ``LOWEST``; where none holds the target, ``match_peak`` is 0 and ``match`` is
-    ``LOWEST``.
+    total: LogTotal
+    """Their log-sum-exp."""
+    mean: Float[Array, "batch length pointers"]
+    """Their mean, weighed by ``exp(e_tj)``, less the peak; 0 where there is none, and unless asked for."""
+
+
+class PointerTerms(NamedTuple):
+    """Terms of the valid candidates that hold the target, and of those that do not.
+
+    With both apart, ``1 - p_copy(y_t)``, which the gradient is made of, keeps its relative precision.
     """
 
-    peak: Float[Array, "batch length pointers"]
-    total: Float[Array, "batch length pointers"]
-    match_peak: Float[Array, "batch length pointers"]
-    match: Float[Array, "batch length pointers"]
-    mean: Float[Array, "batch length pointers"]
+    match: ScoreTerms
+    """``M_t(y_t)``."""
+    others: ScoreTerms
 
 
 class _Options(NamedTuple):
@@ -64,7 +67,8 @@ class _Candidates(NamedTuple):
 _QUERY_AXES = _Queries._make([("batch", "length", None, None), ("batch", "length"), ("batch", "length")])
 _CANDIDATE_AXES = _Candidates._make([("batch", None, None, None), *[("batch", None)] * 3])
 _TERM_AXES = ("batch", None, "length")  # terms are (batch, pointers, length) inside
-_TERMS_AXES = PointerTerms._make([_TERM_AXES] * 5)
+_SCORE_AXES = ScoreTerms(LogTotal(_TERM_AXES, _TERM_AXES), _TERM_AXES)
+_TERMS_AXES = PointerTerms(_SCORE_AXES, _SCORE_AXES)
 
 
 def pointer_terms(
@@ -124,10 +128,10 @@ def _backward(options: _Options, saved: tuple, cotangents: PointerTerms) -> tupl
     queries, candidates, recency, terms = saved
     run = on_mesh(
         functools.partial(_local_backward, options),
-        (_QUERY_AXES, _CANDIDATE_AXES, (None,), _TERMS_AXES, (_TERM_AXES,) * 3),
+        (_QUERY_AXES, _CANDIDATE_AXES, (None,), _TERMS_AXES, _TERMS_AXES),
         (_QUERY_AXES.query, ("batch", "length", None, None), (None,)),
     )
-    of_terms = tuple(_swap(x) for x in (cotangents.total, cotangents.match, cotangents.mean))
+    of_terms = jax.tree.map(_swap, cotangents)
     d_query, d_key, d_recency = run(queries, candidates, recency, terms, of_terms)
     return _Queries._make([d_query, None, None]), _Candidates._make([d_key, None, None, None]), d_recency
 
@@ -233,15 +237,12 @@ class _Sum(NamedTuple):
             weighted = (weighted + self.total * moved) * scale + more
         return _Sum(peak, self.total * scale + jnp.sum(mass, axis=-1), weighted)
 
-    def logarithm(self) -> tuple[Array, Array, Array]:
-        """Returns peak, log of the total (``LOWEST`` if nothing was added) and mean, relative to the peak."""
-        some = self.total > 0
-        total = jnp.where(some, self.total, 1.0)
-        return (
-            jnp.where(some, self.peak, 0.0),
-            jnp.where(some, jnp.log(total), LOWEST),
-            jnp.zeros_like(total) if self.weighted is None else self.weighted / total,
-        )
+    def terms(self) -> ScoreTerms:
+        """Returns log-sum-exp and mean."""
+        total = LogTotal.of(self.peak, self.total)
+        if self.weighted is None:
+            return ScoreTerms(total, jnp.zeros_like(self.total))
+        return ScoreTerms(total, self.weighted / jnp.where(self.total > 0, self.total, 1.0))
 
 
 def _local_forward(
@@ -253,14 +254,11 @@ def _local_forward(
     def one_row(_: Any, row: Any, x: Any) -> tuple[None, PointerTerms]:
         def add(column: Any, sums: tuple[_Sum, _Sum]) -> tuple[_Sum, _Sum]:
             e, valid, match, _, _ = grid.scores(x[0], row, column)
-            return sums[0].add(e, valid), sums[1].add(e, match)
+            return sums[0].add(e, match), sums[1].add(e, valid & ~match)
 
-        shape = (batch, pointers, grid.block)
-        nothing = (_Sum.nothing(shape, options.with_mean), _Sum.nothing(shape))
-        every, matching = grid.each_column(row, add, nothing)
-        peak, total, mean = every.logarithm()
-        match_peak, match, _ = matching.logarithm()
-        return None, PointerTerms(peak, total, match_peak, match, mean)
+        nothing = _Sum.nothing((batch, pointers, grid.block), options.with_mean)
+        matching, others = grid.each_column(row, add, (nothing, nothing))
+        return None, PointerTerms(matching.terms(), others.terms())
 
     _, rows = grid.each_row(one_row, None)
     return jax.tree.map(lambda y: join(y, 2, grid.length), rows)
@@ -272,24 +270,28 @@ def _local_backward(
     candidates: _Candidates,
     recency: Array | None,
     terms: PointerTerms,
-    cotangents: tuple[Array, Array, Array],
+    cotangents: PointerTerms,
 ) -> tuple[Array, Array, Array | None]:
     grid = _Grid(options.block, queries, candidates, recency)
     dtype, scale = queries.query.dtype, score_scale(queries.query)
     split = jax.tree.map(lambda x: cut(x, 2, grid.block), (terms, cotangents))
 
     def one_row(carry: Any, row: Any, x: Any) -> tuple[Any, Array]:
-        q, r, (d_total, d_match, d_mean) = x
-        r, d_total, d_match, d_mean = jax.tree.map(lambda y: y[..., None], (r, d_total, d_match, d_mean))
+        q, *of_terms = x
+        of_terms = jax.tree.map(lambda y: y[..., None], of_terms)
 
         def add(column: Any, sums: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
             d_query, d_key, d_recency = sums
             e, valid, match, distance, key = grid.scores(q, row, column)
-            shifted = e - r.peak
-            softmax = jnp.where(valid, jnp.exp(shifted - r.total), 0.0)
-            within = jnp.where(match, jnp.exp((e - r.match_peak) - r.match), 0.0)
-            of_softmax = d_total + d_mean * (1.0 + shifted - r.mean) if options.with_mean else d_total
-            d_e = jnp.where(valid, softmax * of_softmax, 0.0) + jnp.where(match, within * d_match, 0.0)
+            # A score counts either among those that match or among the others.
+            terms, d_terms = (
+                jax.tree.map(lambda *both: jnp.where(match, *both), of.match, of.others) for of in of_terms
+            )
+            above = e - terms.total.peak
+            d_log = d_terms.total.rest
+            if options.with_mean:
+                d_log = d_log + d_terms.mean * (1.0 + above - terms.mean)
+            d_e = jnp.where(valid, jnp.exp(above - terms.total.rest) * d_log, 0.0)
             if d_recency is not None:
                 d_recency = d_recency - jnp.sum(d_e * distance, axis=(0, 2, 3))
             d_e = (d_e * scale).astype(dtype)

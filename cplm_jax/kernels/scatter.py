@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from cplm_jax.precision import LOWEST
+from cplm_jax.precision import LOWEST, LogTotal
 from cplm_jax.sharding import on_mesh, part_index, parts, pmax, psum
 
 Method = Literal["auto", "segment_sum", "one_hot"]
@@ -19,17 +19,6 @@ _WIDE = 128
 _RESULT_AXES = ("batch", None, "vocabulary")
 
 
-class TokenTerms(NamedTuple):
-    """A log-sum-exp for every token, ``peak + rest``, each (batch, length, vocabulary), float32.
-
-    ``peak`` has no gradient. With it apart, differences of large scores keep their precision. Where
-    no score is valid ``peak`` is 0 and ``rest`` is ``LOWEST``.
-    """
-
-    peak: Float[Array, "batch length vocabulary"]
-    rest: Float[Array, "batch length vocabulary"]
-
-
 def logsumexp_by_token(
     scores: Float[Array, "batch length candidates"],
     valid: Bool[Array, "batch length candidates"],
@@ -37,8 +26,10 @@ def logsumexp_by_token(
     vocabulary: int,
     method: Method = "auto",
     lost: Float[Array, "batch length candidates"] | None = None,
-) -> TokenTerms:
+) -> LogTotal:
     """Returns, for every v, the log-sum-exp of the valid scores whose candidate is v.
+
+    Its parts are (batch, length, vocabulary), float32.
 
     On a mesh each device makes its own part of the vocabulary from all rows' candidates, and drops
     those of other parts: splitting the vocabulary costs no communication. Where candidates are split
@@ -58,7 +49,7 @@ def logsumexp_by_token(
     """
     # Of scores beyond 10 million so much is lost that it does not count, and might overflow.
     values = (scores,) if lost is None else (scores, jnp.clip(lost, -1.0, 1.0))
-    paths, axes = (_logsumexp_scattered, _logsumexp_one_hot), TokenTerms._make([_RESULT_AXES] * 2)
+    paths, axes = (_logsumexp_scattered, _logsumexp_one_hot), LogTotal(_RESULT_AXES, _RESULT_AXES)
     return _by_token(values, valid, tokens, vocabulary, method, *paths, axes)
 
 
@@ -105,12 +96,6 @@ def _by_token(
     return run(tokens, valid, *values)
 
 
-def _token_terms(peak: Array, total: Array) -> TokenTerms:
-    some = total > 0
-    rest = jnp.where(some, jnp.log(jnp.where(some, total, 1.0)), LOWEST)
-    return TokenTerms(jnp.where(some, peak, 0.0), rest)
-
-
 def _rows(function: Callable[..., Any], ids_bj: Array, *of_candidates_btj: Array) -> Any:
     """Scatters row by row: candidates lead and positions trail, so that one scatter serves all positions."""
     result = jax.vmap(function)(ids_bj, *(jnp.swapaxes(x, 1, 2) for x in of_candidates_btj))
@@ -119,25 +104,25 @@ def _rows(function: Callable[..., Any], ids_bj: Array, *of_candidates_btj: Array
 
 def _logsumexp_scattered(
     vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, *lost_btj: Array
-) -> TokenTerms:
-    def row(ids_j: Array, valid_jt: Array, scores_jt: Array, *lost_jt: Array) -> TokenTerms:
+) -> LogTotal:
+    def row(ids_j: Array, valid_jt: Array, scores_jt: Array, *lost_jt: Array) -> LogTotal:
         # The peak of each token is taken out first, so that scores of any size keep their precision.
         peak = jax.ops.segment_max(jnp.where(valid_jt, scores_jt, LOWEST), ids_j, vocabulary)
         peak = pmax(jax.lax.stop_gradient(jnp.maximum(peak, LOWEST)), "length")
         shifted = scores_jt - peak.at[ids_j].get(mode="clip")
         mass = jnp.where(valid_jt, jnp.exp(jnp.where(valid_jt, sum(lost_jt, shifted), 0.0)), 0.0)
-        return _token_terms(peak, psum(jax.ops.segment_sum(mass, ids_j, vocabulary), "length"))
+        return LogTotal.of(peak, psum(jax.ops.segment_sum(mass, ids_j, vocabulary), "length"))
 
     return _rows(row, ids_bj, valid_btj, scores_btj, *lost_btj)
 
 
 def _logsumexp_one_hot(
     vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, *lost_btj: Array
-) -> TokenTerms:
+) -> LogTotal:
     peak = jnp.max(jnp.where(valid_btj, scores_btj, LOWEST), axis=-1, keepdims=True)
     peak = pmax(jax.lax.stop_gradient(peak), "length")
     mass = jnp.exp(jnp.where(valid_btj, sum(lost_btj, scores_btj - peak), 0.0))
-    return _token_terms(peak, _sum_one_hot(vocabulary, ids_bj, valid_btj, mass))
+    return LogTotal.of(peak, _sum_one_hot(vocabulary, ids_bj, valid_btj, mass))
 
 
 def _sum_scattered(vocabulary: int, ids_bj: Array, valid_btj: Array, values_btj: Array) -> Array:

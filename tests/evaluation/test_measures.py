@@ -139,7 +139,7 @@ def test_the_copy_heads_own_choice_is_its_most_probable_token(measured):
         mass = {}
         for j in np.flatnonzero(copy.valid[b, t]):
             token = int(batch.tokens[b, j])
-            mass[token] = mass.get(token, 0.0) + float(np.exp(copy.log_prob[b, t, j], dtype=np.float64))
+            mass[token] = mass.get(token, 0.0) + float(np.exp(copy.log_prob.value[b, t, j], dtype=np.float64))
         best = sorted(mass.values())[-2:]
         if len(best) == 2 and best[1] - best[0] < 1e-6:
             continue  # a tie of rounding may fall to either side

@@ -13,8 +13,9 @@ import numpy as np
 
 from cplm_jax import mixture
 from cplm_jax.config import MeshConfig
-from cplm_jax.kernels.scatter import TokenTerms, logsumexp_by_token, sum_by_token
+from cplm_jax.kernels.scatter import logsumexp_by_token, sum_by_token
 from cplm_jax.pointer import Pointer
+from cplm_jax.precision import LogTotal
 from cplm_jax.sharding import make_mesh, named_sharding
 from tests import reference
 from tests.test_mixture import make_case, pointer_of
@@ -118,7 +119,7 @@ def scatter_errors(mesh):
 
             def loss(values, method=method, function=function):
                 result = function(values, valid, tokens, vocabulary, method)
-                if isinstance(result, TokenTerms):
+                if isinstance(result, LogTotal):
                     result = result.peak + result.rest
                 result = jnp.where(present, result, 0.0)
                 return jnp.sum(weights * result), result

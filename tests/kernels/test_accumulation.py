@@ -30,7 +30,7 @@ QUERY, KEY, VALUE = (normal(BATCH, LENGTH, 2, WIDTH) for _ in range(3))
 def of_matrix(dtype, block):
     def loss(matrix):
         terms = lm_terms(HIDDEN.astype(dtype), matrix, TARGETS, block)
-        return jnp.sum(terms.rest - terms.target)
+        return jnp.sum(jax.nn.softplus(sum(terms.others) - terms.target))
 
     return jax.grad(loss)(MATRIX)
 
@@ -40,7 +40,8 @@ def of_key(dtype, block):
         terms = pointer_terms(
             QUERY.astype(dtype), key.astype(dtype), None, TARGETS, TOKENS, ONES, ONES, ONES > 0, block
         )
-        return jnp.sum(jnp.where(terms.match > -1e30, terms.total - terms.match, 0.0))
+        match, others = (sum(x.total) for x in terms)
+        return jnp.sum(jnp.where(match > -1e30, jax.nn.softplus(others - match), 0.0))
 
     return jax.grad(loss)(KEY.astype(jnp.float32))
 

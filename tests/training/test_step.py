@@ -49,7 +49,7 @@ def test_added_losses_have_their_documented_values(head):
         if outputs.pointer is not None:
             copy = mixture.copy_distribution(outputs.logits, outputs.pointer)
             match = copy.valid & (part.tokens[:, None, :] == part.targets[:, :, None])
-            mass = jnp.sum(jnp.where(match, jnp.exp(copy.log_prob), 0.0), -1)
+            mass = jnp.sum(jnp.where(match, jnp.exp(copy.log_prob.value), 0.0), -1)
             found = jnp.any(match, -1)
             pointer_loss = -0.7 * jnp.where(found, jnp.log(jnp.where(found, mass, 1.0)), 0.0)
         total = jnp.where(part.loss_mask, nll + z_loss + pointer_loss, 0.0)
