@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from cplm_jax.double_word import DoubleWord
 from cplm_jax.kernels.scatter import logsumexp_by_token
 
 METHODS = ("segment_sum", "one_hot")
@@ -35,7 +36,7 @@ def compiled(method, size, vocabulary, device):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     arguments = (
-        struct((batch, positions, candidates), jnp.float32),
+        DoubleWord(*[struct((batch, positions, candidates), jnp.float32)] * 2),
         struct((batch, positions, candidates), jnp.bool_),
         struct((batch, candidates), jnp.int32),
     )
@@ -53,7 +54,7 @@ def seconds(programs, size, vocabulary, repeats):
     for turn in range(repeats + 1):
         for method, program in programs.items():
             start = time.perf_counter()
-            jax.block_until_ready(program(scores, jnp.ones(scores.shape, bool), tokens))
+            jax.block_until_ready(program(DoubleWord.of(scores), jnp.ones(scores.shape, bool), tokens))
             if turn:  # the first only warms up
                 times[method].append(time.perf_counter() - start)
     return {method: statistics.median(values) for method, values in times.items()}

@@ -10,10 +10,13 @@ Gradients are those of the exact operations; what was lost has none of its own.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+from cplm_jax.precision import LOWEST
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +63,27 @@ class DoubleWord:
         return DoubleWord(self.value[..., None], self.lost[..., None])
 
 
+class LogTotal(NamedTuple):
+    """A log-sum-exp ``peak + rest``; over nothing the peak is ``LOWEST`` and the rest 0.
+
+    The peak is the largest term and has no gradient. With it apart, differences of large log-sum-exps
+    keep their precision.
+    """
+
+    peak: Float[Array, "..."]
+    rest: Float[Array, "..."]
+
+    @staticmethod
+    def of(peak: Float[Array, "..."], total: Float[Array, "..."]) -> "LogTotal":
+        """Returns the log-sum-exp of terms with this peak whose ``exp(term - peak)`` add up to ``total``."""
+        some = total > 0
+        return LogTotal(jnp.where(some, peak, LOWEST), jnp.log(jnp.where(some, total, 1.0)))
+
+    def double(self) -> DoubleWord:
+        """Returns the sum."""
+        return DoubleWord.of(self.peak) + self.rest
+
+
 def product(a: Float[Array, "..."], b: DoubleWord) -> DoubleWord:
     """Returns the product, to about 35 bits; shapes broadcast.
 
@@ -77,16 +101,24 @@ def product(a: Float[Array, "..."], b: DoubleWord) -> DoubleWord:
     return DoubleWord.of(a_high * b_high) + rest + jax.lax.stop_gradient(a * b.lost)
 
 
-def softplus(x: DoubleWord) -> DoubleWord:
-    """Returns ``log(1 + exp(x))``, precise however large or small x and the result are."""
+def log_share(part: DoubleWord, others: DoubleWord) -> DoubleWord:
+    """Returns the log of the share of ``exp(part)`` in its sum with ``exp(others)``."""
+    x = others - part
+    # -softplus(x), in two terms: neither large numbers nor a small result lose their precision.
     larger = DoubleWord(jnp.maximum(x.value, 0.0), jnp.where(x.value > 0, x.lost, 0.0))
-    return larger + jnp.log1p(jnp.exp(-jnp.abs(x.value)))
+    return -(larger + jnp.log1p(jnp.exp(-jnp.abs(x.value))))
 
 
 def logsumexp(terms: Sequence[DoubleWord]) -> DoubleWord:
     """Returns the log-sum-exp of numbers; shapes broadcast."""
     largest = functools.reduce(_larger, jax.lax.stop_gradient(tuple(terms)))
     return largest + jnp.log(sum(jnp.exp((term - largest).value) for term in terms))
+
+
+def softmax(terms: Sequence[DoubleWord]) -> list[Float[Array, "..."]]:
+    """Returns each number's share of the exponential sum; shapes broadcast."""
+    total = logsumexp(terms)
+    return [jnp.exp((term - total).value) for term in terms]
 
 
 def _larger(x: DoubleWord, y: DoubleWord) -> DoubleWord:

@@ -16,7 +16,8 @@ choices of ``g_t`` (:func:`gate_logits`). Each of P pointers has its own ``e``, 
     g_t       = lse over p of g_tp
     p_copy(v) = sum over p of softmax_p(g_tp) p_copy,p(v)
 
-* :func:`target_terms` is the loss path: only ``lse(z_t)``, ``z_t[y_t]``, ``A_t`` and ``M_t(y_t)`` enter.
+* :func:`target_terms` is the loss path: only ``lse(z_t)``, ``z_t[y_t]``, ``A_t`` and ``M_t(y_t)`` enter, each
+  log-sum-exp as the target's part and that of the others.
   They are computed blockwise (:mod:`cplm_jax.kernels`), so that neither a (length, length) nor a
   (tokens, vocabulary) array exists, beyond what fits one block.
 * :func:`log_distribution` is the distribution path: ``M_t(v)`` for every v by
@@ -25,31 +26,34 @@ choices of ``g_t`` (:func:`gate_logits`). Each of P pointers has its own ``e``, 
 ``context_logits`` is another mixture, for comparison: one softmax over logits to which the copy scores
 of each token's occurrences were added (:func:`context_log_softmax`).
 
-Everything here is float32, whatever the model computes in. Shapes: B batch, T length, J candidates,
-P pointers, C copy width, V vocabulary.
+Everything here is float32, whatever the model computes in, and what may be large is a double word
+(:mod:`cplm_jax.double_word`), since probabilities are made of differences. Shapes: B batch, T length,
+J candidates, P pointers, C copy width, V vocabulary.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from cplm_jax.double_word import DoubleWord, log_softmax, logsumexp, product, softplus
+from cplm_jax.double_word import DoubleWord, LogTotal, log_share, log_softmax, logsumexp, product, softmax
 from cplm_jax.kernels.blocks import block_length, map_blocks
 from cplm_jax.kernels.lm_head import LOGIT_BUDGET, lm_terms
 from cplm_jax.kernels.pointer import pointer_terms
 from cplm_jax.kernels.scatter import Method, logsumexp_by_token, sum_by_token
 from cplm_jax.pointer import Pointer, copy_scores
-from cplm_jax.precision import LOWEST, LogTotal, einsum_float32, masked_logsumexp
+from cplm_jax.precision import LOWEST, einsum_float32, masked_logsumexp
 from cplm_jax.sharding import ways
+
+_LM_GATE = DoubleWord(*np.zeros(2, np.float32))
 
 
 class TargetTerms(NamedTuple):
@@ -129,11 +133,6 @@ def _joint(gates: Sequence[DoubleWord], log_probs: Sequence[DoubleWord]) -> list
     return [gate + log_prob for gate, log_prob in zip(gates, log_probs, strict=True)]
 
 
-def _softmax(terms: Sequence[DoubleWord]) -> list[Array]:
-    total = logsumexp(terms)
-    return [jnp.exp((term - total).value) for term in terms]
-
-
 @mix.defjvp
 def _mix_jvp(primals: tuple, tangents: tuple) -> tuple[DoubleWord, DoubleWord]:
     """With weights w = softmax(g) and shares r = softmax(g + log p): r_i for log p_i, and r_i - w_i for g_i.
@@ -144,7 +143,7 @@ def _mix_jvp(primals: tuple, tangents: tuple) -> tuple[DoubleWord, DoubleWord]:
         r_i - w_i = sum over k of w_i w_k (p_i - p_k) / p = sum over k of r_i w_k (1 - p_k / p_i)
     """
     gates, log_probs = primals
-    weights, shares = _softmax(gates), _softmax(_joint(gates, log_probs))
+    weights, shares = softmax(gates), softmax(_joint(gates, log_probs))
     of_gates, of_log_probs = ([x.value for x in tangent] for tangent in tangents)
     tangent = sum(share * of_log_prob for share, of_log_prob in zip(shares, of_log_probs, strict=True))
     for i, k in itertools.combinations(range(len(gates)), 2):
@@ -176,12 +175,11 @@ def target_terms(
     if pointer is not None and not pointer.gated:
         return _context_terms(hidden, matrix, targets, pointer, chunk)
     lm = lm_terms(hidden, matrix, targets, chunk)
-    target, others = DoubleWord.of(lm.target), _double(lm.others)
-    log_lm, lm_total = _log_share(target, others), logsumexp((target, others))
+    target, others = DoubleWord.of(lm.target), lm.others.double()
+    log_lm, lm_total = log_share(target, others), logsumexp((target, others))
     if pointer is None:
         nothing = jnp.zeros_like(lm.target)
-        lowest = jnp.full_like(nothing, LOWEST)
-        return TargetTerms(log_lm.value, nothing, nothing, lowest, lm_total.value)
+        return TargetTerms(log_lm.value, nothing, nothing, nothing + LOWEST, lm_total.value)
     copy = pointer_terms(
         pointer.query,
         pointer.candidates.key,
@@ -194,10 +192,10 @@ def target_terms(
         block=pointer.block,
         with_mean=pointer.gate == "confidence",
     )
-    match, others = _double(copy.match.total), _double(copy.others.total)
+    match, others = copy.match.total.double(), copy.others.total.double()
     some_match = match.value > LOWEST
     some_valid = some_match | (others.value > LOWEST)
-    log_copy = _log_share(match, others).where(some_match, LOWEST)
+    log_copy = log_share(match, others).where(some_match, LOWEST)
     copy_total = logsumexp((match, others)).where(some_valid, 0.0)
     # The chain rule of entropy: that of whether the target is meant, and then of which candidate is.
     # Beyond 100 the first is 0 in float32, and its gradient too.
@@ -207,31 +205,18 @@ def target_terms(
     entropy += jax.nn.sigmoid(-odds) * (of_others + jax.nn.softplus(odds))
 
     gates = gate_logits(pointer, Totals(copy_total, entropy, lm_total.expanded()))
-    of_pointers = [tuple(x.part(p) for p in range(x.value.shape[-1])) for x in (gates, log_copy)]
-    heads = [(_of_lm(), *of_pointers[0]), (log_lm, *of_pointers[1])]
+    of_pointers = [tuple(x.part(p) for p in range(pointer.query.shape[2])) for x in (gates, log_copy)]
+    heads = [(_LM_GATE, *of_pointers[0]), (log_lm, *of_pointers[1])]
     # Pointers differ in scores, not in which candidates are valid or match.
     some_valid = some_valid[..., 0]
+    gate, responsibility = (functools.reduce(jnp.add, softmax(x)[1:]) for x in (heads[0], _joint(*heads)))
     return TargetTerms(
         log_prob=jnp.where(some_valid, mix(*heads).value, log_lm.value),
-        gate=jnp.where(some_valid, sum(_softmax(heads[0])[1:]), 0.0),
-        responsibility=sum(_softmax(_joint(*heads))[1:]),
+        gate=jnp.where(some_valid, gate, 0.0),
+        responsibility=responsibility,
         log_copy=mix(*of_pointers).value,
         lm_log_total=lm_total.value,
     )
-
-
-def _double(total: LogTotal) -> DoubleWord:
-    return DoubleWord.of(total.peak) + total.rest
-
-
-def _log_share(part: DoubleWord, others: DoubleWord) -> DoubleWord:
-    """Returns the log of the share of ``exp(part)`` in the sum with ``exp(others)``."""
-    return -softplus(others - part)
-
-
-def _of_lm() -> DoubleWord:
-    """Returns the gate logit of the LM head."""
-    return DoubleWord.of(jnp.zeros(()))
 
 
 class CopyDistribution(NamedTuple):
@@ -303,8 +288,8 @@ def log_distribution(
     copy, of_token = _copied_by_token(logits, pointer, index, method)
     # They add up to 1 but for rounding. With the sum taken out, a token that is all but certain to be copied
     # is told by the others' sum, values and gradients, as in the loss path.
-    log_copy = log_softmax(_double(of_token))
-    heads = [(_of_lm(), copy.gate.expanded()), (log_lm, log_copy)]
+    log_copy = log_softmax(of_token.double())
+    heads = [(_LM_GATE, copy.gate.expanded()), (log_lm, log_copy)]
     some_valid = jnp.any(copy.valid, axis=-1)[..., None]
     return jnp.where(some_valid, mix(*heads).value, log_lm.value)
 
@@ -314,10 +299,8 @@ def _copied_by_token(
 ) -> tuple[CopyDistribution, LogTotal]:
     """Returns the distribution over candidates, and that over tokens which they make."""
     copy = copy_distribution(logits, pointer, index)
-    of_candidate, tokens, vocabulary = copy.log_prob, pointer.candidates.tokens, logits.shape[-1]
-    return copy, logsumexp_by_token(
-        of_candidate.value, copy.valid, tokens, vocabulary, method, of_candidate.lost
-    )
+    tokens, vocabulary = pointer.candidates.tokens, logits.shape[-1]
+    return copy, logsumexp_by_token(copy.log_prob, copy.valid, tokens, vocabulary, method)
 
 
 def context_log_softmax(
@@ -340,15 +323,15 @@ def context_log_softmax(
     if pointer.gate == "context_logits":
         copy, of_token = _copied_by_token(logits, pointer, index, method)
         received = of_token.peak > LOWEST
-        added = (_double(of_token) + copy.gate.expanded()).where(received, 0.0)
+        added = (of_token.double() + copy.gate.expanded()).where(received, 0.0)
     else:
         valid = pointer.valid(index)
         scores = jnp.sum(copy_scores(pointer, index), axis=2)
         occurrences = sum_by_token(jnp.ones_like(scores), valid, tokens, vocabulary, method)
         received = occurrences > 0
-        terms = DoubleWord.of(pointer.gate_term.astype(jnp.float32))
-        bias = functools.reduce(operator.add, (terms.part(p) for p in range(pointer.query.shape[2])))
-        added = product(occurrences, bias.expanded())
+        term = DoubleWord.of(pointer.gate_term.astype(jnp.float32))
+        first, *rest = (term.part(p) for p in range(pointer.query.shape[2]))
+        added = product(occurrences, sum(rest, first).expanded())
         added = added + sum_by_token(scores, valid, tokens, vocabulary, method)
     return log_softmax(added + logits.astype(jnp.float32)).value, received
 

@@ -1,7 +1,6 @@
-"""Float32 arithmetic: products of narrower operands, and log-sum-exps of large numbers or of none."""
+"""Float32 arithmetic: products of narrower operands, and log-sum-exps of nothing."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +8,6 @@ from jaxtyping import Array, Bool, Float
 
 # Stands for minus infinity: finite, so that neither it nor its gradient makes a NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min)
-
-
-class LogTotal(NamedTuple):
-    """A log-sum-exp ``peak + rest``; over nothing the peak is ``LOWEST`` and the rest 0.
-
-    The peak is the largest term and has no gradient. With it apart, differences of large log-sum-exps
-    keep their precision.
-    """
-
-    peak: Float[Array, "..."]
-    rest: Float[Array, "..."]
-
-    @staticmethod
-    def of(peak: Float[Array, "..."], total: Float[Array, "..."]) -> "LogTotal":
-        """Returns the log-sum-exp of terms with this peak whose ``exp(term - peak)`` add up to ``total``."""
-        some = total > 0
-        return LogTotal(jnp.where(some, peak, LOWEST), jnp.log(jnp.where(some, total, 1.0)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from cplm_jax.double_word import LogTotal
 from cplm_jax.kernels.blocks import block_length, cut, join
-from cplm_jax.precision import LOWEST, LogTotal
+from cplm_jax.precision import LOWEST
 from cplm_jax.sharding import on_mesh, part_index, pmax, psum, sum_parts
 
 # Logits held at a time, on each device: 128 MiB in float32.
@@ -35,7 +36,7 @@ class LMTerms(NamedTuple):
 
 
 _HIDDEN, _MATRIX, _TOKENS = ("batch", "length", None), ("vocabulary", None), ("batch", "length")
-_TERMS = LMTerms(_TOKENS, LogTotal(_TOKENS, _TOKENS))
+_TERMS = LMTerms._make([_TOKENS, LogTotal._make([_TOKENS] * 2)])
 
 
 def lm_terms(

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from cplm_jax.double_word import LogTotal
 from cplm_jax.kernels.blocks import block_length, cut, join, pad_to
-from cplm_jax.precision import LOWEST, LogTotal
+from cplm_jax.precision import LOWEST
 from cplm_jax.sharding import on_mesh, part_index, psum, sum_parts
 
 # Scores of one block, on each device: 16 MiB in float32.
@@ -67,8 +68,7 @@ class _Candidates(NamedTuple):
 _QUERY_AXES = _Queries._make([("batch", "length", None, None), ("batch", "length"), ("batch", "length")])
 _CANDIDATE_AXES = _Candidates._make([("batch", None, None, None), *[("batch", None)] * 3])
 _TERM_AXES = ("batch", None, "length")  # terms are (batch, pointers, length) inside
-_SCORE_AXES = ScoreTerms(LogTotal(_TERM_AXES, _TERM_AXES), _TERM_AXES)
-_TERMS_AXES = PointerTerms(_SCORE_AXES, _SCORE_AXES)
+_TERMS_AXES = PointerTerms._make([ScoreTerms._make([LogTotal._make([_TERM_AXES] * 2), _TERM_AXES])] * 2)
 
 
 def pointer_terms(

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from cplm_jax.precision import LOWEST, LogTotal
+from cplm_jax.double_word import DoubleWord, LogTotal
+from cplm_jax.precision import LOWEST
 from cplm_jax.sharding import on_mesh, part_index, parts, pmax, psum
 
 Method = Literal["auto", "segment_sum", "one_hot"]
@@ -20,12 +21,11 @@ _RESULT_AXES = ("batch", None, "vocabulary")
 
 
 def logsumexp_by_token(
-    scores: Float[Array, "batch length candidates"],
+    scores: DoubleWord,
     valid: Bool[Array, "batch length candidates"],
     tokens: Int[Array, "batch candidates"],
     vocabulary: int,
     method: Method = "auto",
-    lost: Float[Array, "batch length candidates"] | None = None,
 ) -> LogTotal:
     """Returns, for every v, the log-sum-exp of the valid scores whose candidate is v.
 
@@ -36,7 +36,7 @@ def logsumexp_by_token(
     (``sequence``), their peaks and sums are combined.
 
     Args:
-      scores: float32.
+      scores: (batch, length, candidates).
       valid: which scores count.
       tokens: id of each candidate, below ``vocabulary``.
       vocabulary: number of ids V.
@@ -45,11 +45,10 @@ def logsumexp_by_token(
         below it becomes ``LOWEST``. ``auto`` takes ``one_hot`` on TPUs for less than 128 positions
         (decoding), where it is about six times as fast, and ``segment_sum`` otherwise, which on CPUs is
         250 times as fast (``benchmarks/scatter.py``).
-      lost: what rounding took from the scores, up to 1; ``None`` for nothing. It has no gradient.
     """
     # Of scores beyond 10 million so much is lost that it does not count, and might overflow.
-    values = (scores,) if lost is None else (scores, jnp.clip(lost, -1.0, 1.0))
-    paths, axes = (_logsumexp_scattered, _logsumexp_one_hot), LogTotal(_RESULT_AXES, _RESULT_AXES)
+    values = (scores.value, jnp.clip(scores.lost, -1.0, 1.0))
+    paths, axes = (_logsumexp_scattered, _logsumexp_one_hot), LogTotal._make([_RESULT_AXES] * 2)
     return _by_token(values, valid, tokens, vocabulary, method, *paths, axes)
 
 
@@ -103,25 +102,25 @@ def _rows(function: Callable[..., Any], ids_bj: Array, *of_candidates_btj: Array
 
 
 def _logsumexp_scattered(
-    vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, *lost_btj: Array
+    vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, lost_btj: Array
 ) -> LogTotal:
-    def row(ids_j: Array, valid_jt: Array, scores_jt: Array, *lost_jt: Array) -> LogTotal:
+    def row(ids_j: Array, valid_jt: Array, scores_jt: Array, lost_jt: Array) -> LogTotal:
         # The peak of each token is taken out first, so that scores of any size keep their precision.
         peak = jax.ops.segment_max(jnp.where(valid_jt, scores_jt, LOWEST), ids_j, vocabulary)
         peak = pmax(jax.lax.stop_gradient(jnp.maximum(peak, LOWEST)), "length")
         shifted = scores_jt - peak.at[ids_j].get(mode="clip")
-        mass = jnp.where(valid_jt, jnp.exp(jnp.where(valid_jt, sum(lost_jt, shifted), 0.0)), 0.0)
+        mass = jnp.where(valid_jt, jnp.exp(jnp.where(valid_jt, shifted + lost_jt, 0.0)), 0.0)
         return LogTotal.of(peak, psum(jax.ops.segment_sum(mass, ids_j, vocabulary), "length"))
 
-    return _rows(row, ids_bj, valid_btj, scores_btj, *lost_btj)
+    return _rows(row, ids_bj, valid_btj, scores_btj, lost_btj)
 
 
 def _logsumexp_one_hot(
-    vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, *lost_btj: Array
+    vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, lost_btj: Array
 ) -> LogTotal:
     peak = jnp.max(jnp.where(valid_btj, scores_btj, LOWEST), axis=-1, keepdims=True)
     peak = pmax(jax.lax.stop_gradient(peak), "length")
-    mass = jnp.exp(jnp.where(valid_btj, sum(lost_btj, scores_btj - peak), 0.0))
+    mass = jnp.exp(jnp.where(valid_btj, (scores_btj - peak) + lost_btj, 0.0))
     return LogTotal.of(peak, _sum_one_hot(vocabulary, ids_bj, valid_btj, mass))
 
 

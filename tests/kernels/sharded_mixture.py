@@ -4,7 +4,6 @@ Started by :func:`tests.fake_devices.run_on_devices` as
 ``python -m tests.kernels.sharded_mixture``.
 """
 
-import functools
 import json
 
 import jax
@@ -13,9 +12,9 @@ import numpy as np
 
 from cplm_jax import mixture
 from cplm_jax.config import MeshConfig
+from cplm_jax.double_word import DoubleWord, LogTotal
 from cplm_jax.kernels.scatter import logsumexp_by_token, sum_by_token
 from cplm_jax.pointer import Pointer
-from cplm_jax.precision import LogTotal
 from cplm_jax.sharding import make_mesh, named_sharding
 from tests import reference
 from tests.test_mixture import make_case, pointer_of
@@ -108,7 +107,7 @@ def scatter_errors(mesh):
     results = {
         "sum": (sum_by_token, added(values), np.where(valid, weights[at], 0.0)),
         "logsumexp": (
-            functools.partial(logsumexp_by_token, lost=lost),
+            lambda values, *args: logsumexp_by_token(DoubleWord(values, lost), *args),
             np.where(present, np.log(np.where(present, mass, 1.0)), 0.0),
             np.where(valid, weights[at] * weight / np.where(valid, mass[at], 1.0), 0.0),
         ),
