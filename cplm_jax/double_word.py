@@ -54,9 +54,10 @@ class DoubleWord:
         """Returns the number where ``mask``, and ``otherwise`` elsewhere."""
         return DoubleWord(jnp.where(mask, self.value, otherwise), jnp.where(mask, self.lost, 0.0))
 
-    def part(self, index: int) -> "DoubleWord":
-        """Returns the numbers at ``index`` of the last axis."""
-        return DoubleWord(self.value[..., index], self.lost[..., index])
+    def parts(self, axis: int) -> "tuple[DoubleWord, ...]":
+        """Splits an axis into its positions, without it."""
+        value, lost = (jnp.unstack(x, axis=axis) for x in (self.value, self.lost))
+        return tuple(map(DoubleWord, value, lost))
 
     def expanded(self) -> "DoubleWord":
         """Returns the numbers with a last axis of length 1 added."""
@@ -104,9 +105,10 @@ def product(a: Float[Array, "..."], b: DoubleWord) -> DoubleWord:
 def log_share(part: DoubleWord, others: DoubleWord) -> DoubleWord:
     """Returns the log of the share of ``exp(part)`` in its sum with ``exp(others)``."""
     x = others - part
-    # -softplus(x), in two terms: neither large numbers nor a small result lose their precision.
-    larger = DoubleWord(jnp.maximum(x.value, 0.0), jnp.where(x.value > 0, x.lost, 0.0))
-    return -(larger + jnp.log1p(jnp.exp(-jnp.abs(x.value))))
+    # -softplus(x), in two terms: neither large numbers nor a small result lose their precision. By selection:
+    # the gradients of jnp.maximum and jnp.abs at 0 would not add up to that of either side.
+    positive = x.value > 0
+    return -(x.where(positive, 0.0) + jnp.log1p(jnp.exp(jnp.where(positive, -x.value, x.value))))
 
 
 def logsumexp(terms: Sequence[DoubleWord]) -> DoubleWord:
@@ -127,37 +129,37 @@ def _larger(x: DoubleWord, y: DoubleWord) -> DoubleWord:
 
 
 @jax.custom_jvp
-def log_softmax(x: DoubleWord) -> DoubleWord:
-    """Returns ``x - lse(x)`` over the last axis.
+def log_softmax(x: DoubleWord) -> tuple[DoubleWord, DoubleWord]:
+    """Returns ``x - lse(x)`` and ``lse(x)``, over the last axis, of which the second keeps a length of 1.
 
     Where one number leads by far, its logarithm of almost 1, and the gradient ``1 - softmax`` of almost
     0, keep their relative precision: they are made of the others' sum. ``LOWEST`` stands for nothing.
     """
-    log_prob, _ = _log_softmax(x)
-    return log_prob
+    log_prob, total, _ = _log_softmax(x)
+    return log_prob, total
 
 
-def _log_softmax(x: DoubleWord) -> tuple[DoubleWord, Bool[Array, "..."]]:
+def _log_softmax(x: DoubleWord) -> tuple[DoubleWord, DoubleWord, Bool[Array, "..."]]:
     """Also returns which number leads (the first, if several do)."""
     peak = jnp.max(x.value, axis=-1, keepdims=True)
     # Not an argmax, which takes more than a reduction where the axis is split over devices.
     index = jax.lax.broadcasted_iota(jnp.int32, x.value.shape, x.value.ndim - 1)
     first = jnp.min(jnp.where(x.value == peak, index, x.value.shape[-1]), axis=-1, keepdims=True)
     leads = index == first
-    above = x - DoubleWord(peak, jnp.sum(jnp.where(leads, x.lost, 0.0), axis=-1, keepdims=True))
-    others = jnp.sum(jnp.where(leads, 0.0, jnp.exp(above.value)), axis=-1, keepdims=True)
-    return above - jnp.log1p(others), leads
+    leading = DoubleWord(peak, jnp.sum(jnp.where(leads, x.lost, 0.0), axis=-1, keepdims=True))
+    above = x - leading
+    rest = jnp.log1p(jnp.sum(jnp.where(leads, 0.0, jnp.exp(above.value)), axis=-1, keepdims=True))
+    return above - rest, leading + rest, leads
 
 
 @log_softmax.defjvp
-def _log_softmax_jvp(
-    primals: tuple[DoubleWord], tangents: tuple[DoubleWord]
-) -> tuple[DoubleWord, DoubleWord]:
-    log_prob, leads = _log_softmax(*primals)
-    tangent = tangents[0].value
+def _log_softmax_jvp(primals: tuple[DoubleWord], tangents: tuple[DoubleWord]) -> tuple[tuple, tuple]:
+    *results, leads = _log_softmax(*primals)
+    log_prob, tangent = results[0], tangents[0].value
     softmax = jnp.exp(log_prob.value)
     # The derivative tangent - sum(softmax * tangent), with the leading number apart.
     of_others = jnp.sum(jnp.where(leads, 0.0, softmax * tangent), axis=-1, keepdims=True)
     leading, share = (jnp.sum(jnp.where(leads, y, 0.0), axis=-1, keepdims=True) for y in (tangent, softmax))
     own = jnp.where(leads, -jnp.expm1(log_prob.value) * tangent, tangent - share * leading)
-    return log_prob, DoubleWord(own - of_others, jnp.zeros_like(own))
+    of_results = own - of_others, share * leading + of_others
+    return tuple(results), tuple(DoubleWord(y, jnp.zeros_like(y)) for y in of_results)

@@ -190,7 +190,7 @@ def target_terms(
         pointer.candidates.segment_ids,
         pointer.candidates.copyable,
         block=pointer.block,
-        with_mean=pointer.gate == "confidence",
+        with_entropy=pointer.gate == "confidence",
     )
     match, others = copy.match.total.double(), copy.others.total.double()
     some_match = match.value > LOWEST
@@ -200,13 +200,12 @@ def target_terms(
     # The chain rule of entropy: that of whether the target is meant, and then of which candidate is.
     # Beyond 100 the first is 0 in float32, and its gradient too.
     odds = jnp.clip((match - others).value, -100.0, 100.0)
-    of_match, of_others = (x.total.rest - x.mean for x in copy)
-    entropy = jax.nn.sigmoid(odds) * (of_match + jax.nn.softplus(-odds))
-    entropy += jax.nn.sigmoid(-odds) * (of_others + jax.nn.softplus(odds))
+    entropy = jax.nn.sigmoid(odds) * (copy.match.entropy + jax.nn.softplus(-odds))
+    entropy += jax.nn.sigmoid(-odds) * (copy.others.entropy + jax.nn.softplus(odds))
 
     gates = gate_logits(pointer, Totals(copy_total, entropy, lm_total.expanded()))
-    of_pointers = [tuple(x.part(p) for p in range(pointer.query.shape[2])) for x in (gates, log_copy)]
-    heads = [(_LM_GATE, *of_pointers[0]), (log_lm, *of_pointers[1])]
+    of_pointers = gates.parts(-1), log_copy.parts(-1)
+    heads = (_LM_GATE, *of_pointers[0]), (log_lm, *of_pointers[1])
     # Pointers differ in scores, not in which candidates are valid or match.
     some_valid = some_valid[..., 0]
     gate, responsibility = (functools.reduce(jnp.add, softmax(x)[1:]) for x in (heads[0], _joint(*heads)))
@@ -238,26 +237,18 @@ def copy_distribution(
 
     Args are those of :func:`log_distribution`.
     """
-    scores = copy_scores(pointer, index)
     valid = pointer.valid(index)
-    some_valid = jnp.any(valid, axis=-1)[..., None]
     valid_p = valid[:, :, None, :]
-    peak = jax.lax.stop_gradient(jnp.max(jnp.where(valid_p, scores, LOWEST), axis=-1))
-    peak = jnp.where(some_valid, peak, 0.0)
-    above = scores - peak[..., None]
-    rest = jnp.where(some_valid, masked_logsumexp(above, valid_p), 0.0)
-    total = DoubleWord.of(peak) + rest
-    weights = jnp.exp(jnp.where(valid_p, above - rest[..., None], LOWEST))
-    entropy = rest - jnp.sum(jnp.where(valid_p, weights * above, 0.0), axis=-1)
-    gates = gate_logits(pointer, Totals(total, entropy, _lm_total(logits)))
-    pointers = range(scores.shape[2])
-    of_gates = tuple(gates.part(p) for p in pointers)
-    shares = tuple(
-        (DoubleWord.of(scores[:, :, p]) - total.part(p).expanded()).where(valid, LOWEST) for p in pointers
-    )
+    scores = DoubleWord.of(copy_scores(pointer, index)).where(valid_p, LOWEST)
+    log_shares, total = log_softmax(scores)
+    some_valid = jnp.any(valid_p, axis=-1, keepdims=True)
+    of_entropy = jnp.where(valid_p, jnp.exp(log_shares.value) * log_shares.value, 0.0)
+    (copy_total,) = total.where(some_valid, 0.0).parts(-1)
+    _, lm_total = log_softmax(DoubleWord.of(logits))
+    gates = gate_logits(pointer, Totals(copy_total, -jnp.sum(of_entropy, axis=-1), lm_total)).parts(-1)
     # One scatter serves all pointers: their shares of a candidate are added up before it.
-    log_prob = mix(tuple(gate.expanded() for gate in of_gates), shares)
-    return CopyDistribution(log_prob.where(valid, LOWEST), valid, logsumexp(of_gates))
+    log_prob = mix(tuple(gate.expanded() for gate in gates), log_shares.parts(-2))
+    return CopyDistribution(log_prob.where(valid, LOWEST), valid, logsumexp(gates))
 
 
 def log_distribution(
@@ -279,7 +270,7 @@ def log_distribution(
       method: see :func:`~cplm_jax.kernels.scatter.logsumexp_by_token`.
     """
     logits = logits.astype(jnp.float32)
-    log_lm = log_softmax(DoubleWord.of(logits))
+    log_lm, _ = log_softmax(DoubleWord.of(logits))
     if pointer is None:
         return log_lm.value
     chex.assert_equal_shape_prefix([logits, pointer.query], 2)
@@ -288,7 +279,7 @@ def log_distribution(
     copy, of_token = _copied_by_token(logits, pointer, index, method)
     # They add up to 1 but for rounding. With the sum taken out, a token that is all but certain to be copied
     # is told by the others' sum, values and gradients, as in the loss path.
-    log_copy = log_softmax(of_token.double())
+    log_copy, _ = log_softmax(of_token.double())
     heads = [(_LM_GATE, copy.gate.expanded()), (log_lm, log_copy)]
     some_valid = jnp.any(copy.valid, axis=-1)[..., None]
     return jnp.where(some_valid, mix(*heads).value, log_lm.value)
@@ -329,11 +320,10 @@ def context_log_softmax(
         scores = jnp.sum(copy_scores(pointer, index), axis=2)
         occurrences = sum_by_token(jnp.ones_like(scores), valid, tokens, vocabulary, method)
         received = occurrences > 0
-        term = DoubleWord.of(pointer.gate_term.astype(jnp.float32))
-        first, *rest = (term.part(p) for p in range(pointer.query.shape[2]))
+        first, *rest = DoubleWord.of(pointer.gate_term.astype(jnp.float32)).parts(-1)
         added = product(occurrences, sum(rest, first).expanded())
         added = added + sum_by_token(scores, valid, tokens, vocabulary, method)
-    return log_softmax(added + logits.astype(jnp.float32)).value, received
+    return log_softmax(added + logits.astype(jnp.float32))[0].value, received
 
 
 def positions_at_a_time(pointer: Pointer | None, targets: Int[Array, "batch length"], vocabulary: int) -> int:
@@ -367,7 +357,8 @@ def _context_terms(
         log_p, received = context_log_softmax(logits, part, index)
         copy = copy_distribution(logits, part, index)
         matches = copy.valid & (candidates.tokens[:, None, :] == targets[:, :, None])
-        log_prob, without = _pick(log_p, targets), _pick(log_softmax(DoubleWord.of(logits)).value, targets)
+        log_lm, lm_total = log_softmax(DoubleWord.of(logits))
+        log_prob, without = _pick(log_p, targets), _pick(log_lm.value, targets)
         return TargetTerms(
             log_prob=log_prob,
             gate=jnp.sum(jnp.where(received, jnp.exp(log_p), 0.0), axis=-1),
@@ -375,18 +366,12 @@ def _context_terms(
                 jnp.any(matches, -1), 1 - jnp.exp(jnp.minimum(without - log_prob, 0)), 0
             ),
             log_copy=masked_logsumexp(copy.log_prob.value, matches),
-            lm_log_total=_lm_total(logits).value[..., 0],
+            lm_log_total=lm_total.value[..., 0],
         )
 
     index = jnp.broadcast_to(jnp.arange(length), targets.shape)
     arrays = (hidden, targets, index, pointer.query, pointer.gate_term, pointer.segment_ids)
     return map_blocks(terms, block, *arrays)
-
-
-def _lm_total(logits: Float[Array, "batch length vocabulary"]) -> DoubleWord:
-    """Returns ``lse(z_t)``, (batch, length, 1)."""
-    peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    return DoubleWord.of(peak) + jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
 
 
 def _pick(

@@ -243,6 +243,29 @@ def test_heads_in_balance_on_large_numbers(gate):
         check_case(last_of_two([[other], [e]], logits, [term]), gate)
 
 
+@pytest.mark.parametrize("zero", ["query", "hidden", "gate_term"])
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients_where_scores_logits_or_heads_are_equal(gate, zero):
+    """As at the start of training, where one side of a difference is as large as the other."""
+    for seed in range(4):
+        case = make_case(seed, (2, 7, 5, 2), documents="several", copyable=0.5)
+        case[zero] = np.zeros_like(case[zero])
+        check_case(case, gate)
+        check_case({**case, "query": 0 * case["query"], "matrix": 0 * case["matrix"]}, gate)
+
+
+@pytest.mark.parametrize("pointers", [1, 2])
+@pytest.mark.parametrize("gate", GATES)
+def test_relative_precision_of_gradients_where_the_target_is_all_but_certain(gate, pointers):
+    """Both heads give the target 1 - 1e-3 to 1 - 1e-7; gradients are differences from 1 and of each other."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        gaps, (of_lm, other) = rng.uniform(6, 15, pointers), rng.uniform(6, 15, 2)
+        case = last_of_two([9 - gaps, 9 + 0 * gaps], [-of_lm, 0, -other], rng.standard_normal(pointers))
+        case["weights"] *= 1e4  # scores, which gradients are multiplied with, may be as large
+        check_case(case, gate)
+
+
 @pytest.mark.parametrize(
     ("gate", "value", "scores"),
     [

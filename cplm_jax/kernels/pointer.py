@@ -26,8 +26,8 @@ class ScoreTerms(NamedTuple):
 
     total: LogTotal
     """Their log-sum-exp."""
-    mean: Float[Array, "batch length pointers"]
-    """Their mean, weighed by ``exp(e_tj)``, less the peak; 0 where there is none, and unless asked for."""
+    entropy: Float[Array, "batch length pointers"]
+    """That of their softmax; 0 where there is none, and unless asked for."""
 
 
 class PointerTerms(NamedTuple):
@@ -45,7 +45,7 @@ class _Options(NamedTuple):
     """What is known at compile time; see :func:`pointer_terms`."""
 
     block: int | None
-    with_mean: bool
+    with_entropy: bool
 
 
 class _Queries(NamedTuple):
@@ -81,7 +81,7 @@ def pointer_terms(
     candidate_segment_ids: Int[Array, "batch length"],
     copyable: Bool[Array, "batch length"],
     block: int | None = None,
-    with_mean: bool = False,
+    with_entropy: bool = False,
 ) -> PointerTerms:
     """Returns the log-sum-exps of ``e_tj = q_t . k_j / sqrt(C) - recency (t - j)``.
 
@@ -97,11 +97,11 @@ def pointer_terms(
       candidate_segment_ids: document of each candidate.
       copyable: whether the token at j may be copied at all.
       block: positions in a block of queries and of candidates; ``None`` chooses.
-      with_mean: whether to compute the mean score.
+      with_entropy: whether to compute the entropies.
     """
     queries = _Queries(query, targets, segment_ids)
     candidates = _Candidates(key, tokens, candidate_segment_ids, copyable)
-    return _terms(queries, candidates, recency, _Options(block, with_mean))
+    return _terms(queries, candidates, recency, _Options(block, with_entropy))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -238,11 +238,11 @@ class _Sum(NamedTuple):
         return _Sum(peak, self.total * scale + jnp.sum(mass, axis=-1), weighted)
 
     def terms(self) -> ScoreTerms:
-        """Returns log-sum-exp and mean."""
+        """Returns log-sum-exp and entropy."""
         total = LogTotal.of(self.peak, self.total)
         if self.weighted is None:
             return ScoreTerms(total, jnp.zeros_like(self.total))
-        return ScoreTerms(total, self.weighted / jnp.where(self.total > 0, self.total, 1.0))
+        return ScoreTerms(total, total.rest - self.weighted / jnp.where(self.total > 0, self.total, 1.0))
 
 
 def _local_forward(
@@ -256,7 +256,7 @@ def _local_forward(
             e, valid, match, _, _ = grid.scores(x[0], row, column)
             return sums[0].add(e, match), sums[1].add(e, valid & ~match)
 
-        nothing = _Sum.nothing((batch, pointers, grid.block), options.with_mean)
+        nothing = _Sum.nothing((batch, pointers, grid.block), options.with_entropy)
         matching, others = grid.each_column(row, add, (nothing, nothing))
         return None, PointerTerms(matching.terms(), others.terms())
 
@@ -287,11 +287,10 @@ def _local_backward(
             terms, d_terms = (
                 jax.tree.map(lambda *both: jnp.where(match, *both), of.match, of.others) for of in of_terms
             )
-            above = e - terms.total.peak
-            d_log = d_terms.total.rest
-            if options.with_mean:
-                d_log = d_log + d_terms.mean * (1.0 + above - terms.mean)
-            d_e = jnp.where(valid, jnp.exp(above - terms.total.rest) * d_log, 0.0)
+            log_share, d_log = (e - terms.total.peak) - terms.total.rest, d_terms.total.rest
+            if options.with_entropy:
+                d_log = d_log - d_terms.entropy * (log_share + terms.entropy)
+            d_e = jnp.where(valid, jnp.exp(log_share) * d_log, 0.0)
             if d_recency is not None:
                 d_recency = d_recency - jnp.sum(d_e * distance, axis=(0, 2, 3))
             d_e = (d_e * scale).astype(dtype)
