@@ -113,8 +113,14 @@ def log_share(part: DoubleWord, others: DoubleWord) -> DoubleWord:
 
 def logsumexp(terms: Sequence[DoubleWord]) -> DoubleWord:
     """Returns the log-sum-exp of numbers; shapes broadcast."""
-    largest = functools.reduce(_larger, jax.lax.stop_gradient(tuple(terms)))
-    return largest + jnp.log(sum(jnp.exp((term - largest).value) for term in terms))
+    return functools.reduce(_logaddexp, terms)
+
+
+def _logaddexp(x: DoubleWord, y: DoubleWord) -> DoubleWord:
+    above = (y - x).value
+    takes_y = above > 0
+    larger = jax.tree.map(lambda of_x, of_y: jnp.where(takes_y, of_y, of_x), x, y)
+    return larger + jnp.log1p(jnp.exp(jnp.where(takes_y, -above, above)))
 
 
 def softmax(terms: Sequence[DoubleWord]) -> list[Float[Array, "..."]]:
@@ -123,43 +129,54 @@ def softmax(terms: Sequence[DoubleWord]) -> list[Float[Array, "..."]]:
     return [jnp.exp((term - total).value) for term in terms]
 
 
-def _larger(x: DoubleWord, y: DoubleWord) -> DoubleWord:
-    takes_y = (y - x).value > 0
-    return jax.tree.map(lambda of_x, of_y: jnp.where(takes_y, of_y, of_x), x, y)
+def log_softmax(x: DoubleWord) -> tuple[DoubleWord, DoubleWord]:
+    """Returns ``x - lse(x)``, renormalized, and ``lse(x)``, over the last axis, which it keeps with length 1.
+
+    ``LOWEST`` stands for nothing.
+    """
+    peak = jax.lax.stop_gradient(jnp.max(x.value, axis=-1, keepdims=True))
+    mass = jnp.sum(jnp.exp((x - peak).value), axis=-1, keepdims=True)
+    total = DoubleWord.of(peak) + jnp.log(mass)
+    log_prob = x - total
+    return renormalized(log_prob, probability_of_others(log_prob.value)), total
+
+
+def leading(log_prob: Float[Array, "..."]) -> Bool[Array, "..."]:
+    """Returns which probabilities lead, being well above half: at most one."""
+    return log_prob > -0.6
+
+
+def probability_of_others(log_prob: Float[Array, "... n"]) -> Float[Array, "... 1"]:
+    """Returns the sum of the probabilities but for a leading one; :func:`renormalized` has the gradient."""
+    others = jnp.where(leading(log_prob), 0.0, jnp.exp(log_prob))
+    return jax.lax.stop_gradient(jnp.sum(others, axis=-1, keepdims=True))
 
 
 @jax.custom_jvp
-def log_softmax(x: DoubleWord) -> tuple[DoubleWord, DoubleWord]:
-    """Returns ``x - lse(x)`` and ``lse(x)``, over the last axis, of which the second keeps a length of 1.
+def renormalized(log_prob: DoubleWord, others: Float[Array, "..."]) -> DoubleWord:
+    """Returns log-probabilities, over the last axis, whose sum is 1 but for rounding, with the sum taken out.
 
-    Where one number leads by far, its logarithm of almost 1, and the gradient ``1 - softmax`` of almost
-    0, keep their relative precision: they are made of the others' sum. ``LOWEST`` stands for nothing.
+    A probability of almost 1 becomes 1 less that of all others. Its logarithm, almost 0, and the gradient
+    ``1 - p`` keep their relative precision, which rounding had taken from them.
+
+    Args:
+      log_prob: the log-probabilities.
+      others: :func:`probability_of_others`, which depends on them.
     """
-    log_prob, total, _ = _log_softmax(x)
-    return log_prob, total
+    leads = leading(log_prob.value)
+    value = jnp.where(leads, jnp.log1p(-others), log_prob.value)
+    return DoubleWord(value, jnp.where(leads, 0.0, log_prob.lost))
 
 
-def _log_softmax(x: DoubleWord) -> tuple[DoubleWord, DoubleWord, Bool[Array, "..."]]:
-    """Also returns which number leads (the first, if several do)."""
-    peak = jnp.max(x.value, axis=-1, keepdims=True)
-    # Not an argmax, which takes more than a reduction where the axis is split over devices.
-    index = jax.lax.broadcasted_iota(jnp.int32, x.value.shape, x.value.ndim - 1)
-    first = jnp.min(jnp.where(x.value == peak, index, x.value.shape[-1]), axis=-1, keepdims=True)
-    leads = index == first
-    leading = DoubleWord(peak, jnp.sum(jnp.where(leads, x.lost, 0.0), axis=-1, keepdims=True))
-    above = x - leading
-    rest = jnp.log1p(jnp.sum(jnp.where(leads, 0.0, jnp.exp(above.value)), axis=-1, keepdims=True))
-    return above - rest, leading + rest, leads
-
-
-@log_softmax.defjvp
-def _log_softmax_jvp(primals: tuple[DoubleWord], tangents: tuple[DoubleWord]) -> tuple[tuple, tuple]:
-    *results, leads = _log_softmax(*primals)
-    log_prob, tangent = results[0], tangents[0].value
-    softmax = jnp.exp(log_prob.value)
-    # The derivative tangent - sum(softmax * tangent), with the leading number apart.
-    of_others = jnp.sum(jnp.where(leads, 0.0, softmax * tangent), axis=-1, keepdims=True)
-    leading, share = (jnp.sum(jnp.where(leads, y, 0.0), axis=-1, keepdims=True) for y in (tangent, softmax))
-    own = jnp.where(leads, -jnp.expm1(log_prob.value) * tangent, tangent - share * leading)
-    of_results = own - of_others, share * leading + of_others
-    return tuple(results), tuple(DoubleWord(y, jnp.zeros_like(y)) for y in of_results)
+@renormalized.defjvp
+def _renormalized_jvp(
+    primals: tuple[DoubleWord, Array], tangents: tuple[DoubleWord, Array]
+) -> tuple[DoubleWord, DoubleWord]:
+    (log_prob, others), tangent = primals, tangents[0].value
+    leads, result = leading(log_prob.value), renormalized(log_prob, others)
+    # The derivative tangent - sum(prob * tangent), with the leader apart.
+    weighed = jnp.exp(result.value) * tangent
+    of_others = jnp.sum(jnp.where(leads, 0.0, weighed), axis=-1, keepdims=True)
+    of_leader = jnp.sum(jnp.where(leads, weighed, 0.0), axis=-1, keepdims=True)
+    tangent = jnp.where(leads, others * tangent, tangent - of_leader) - of_others
+    return result, DoubleWord(tangent, jnp.zeros_like(tangent))

@@ -44,7 +44,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from cplm_jax.double_word import DoubleWord, LogTotal, log_share, log_softmax, logsumexp, product, softmax
+from cplm_jax.double_word import (
+    DoubleWord,
+    log_share,
+    log_softmax,
+    logsumexp,
+    product,
+    softmax,
+)
 from cplm_jax.kernels.blocks import block_length, map_blocks
 from cplm_jax.kernels.lm_head import LOGIT_BUDGET, lm_terms
 from cplm_jax.kernels.pointer import pointer_terms
@@ -276,10 +283,7 @@ def log_distribution(
     chex.assert_equal_shape_prefix([logits, pointer.query], 2)
     if not pointer.gated:
         return context_log_softmax(logits, pointer, index, method)[0]
-    copy, of_token = _copied_by_token(logits, pointer, index, method)
-    # They add up to 1 but for rounding. With the sum taken out, a token that is all but certain to be copied
-    # is told by the others' sum, values and gradients, as in the loss path.
-    log_copy, _ = log_softmax(of_token.double())
+    copy, log_copy = _copied_by_token(logits, pointer, index, method)
     heads = [(_LM_GATE, copy.gate.expanded()), (log_lm, log_copy)]
     some_valid = jnp.any(copy.valid, axis=-1)[..., None]
     return jnp.where(some_valid, mix(*heads).value, log_lm.value)
@@ -287,11 +291,11 @@ def log_distribution(
 
 def _copied_by_token(
     logits: Array, pointer: Pointer, index: Array | None, method: Method
-) -> tuple[CopyDistribution, LogTotal]:
+) -> tuple[CopyDistribution, DoubleWord]:
     """Returns the distribution over candidates, and that over tokens which they make."""
     copy = copy_distribution(logits, pointer, index)
     tokens, vocabulary = pointer.candidates.tokens, logits.shape[-1]
-    return copy, logsumexp_by_token(copy.log_prob, copy.valid, tokens, vocabulary, method)
+    return copy, logsumexp_by_token(copy.log_prob, copy.valid, tokens, vocabulary, method, normalized=True)
 
 
 def context_log_softmax(
@@ -313,8 +317,8 @@ def context_log_softmax(
     tokens, vocabulary = pointer.candidates.tokens, logits.shape[-1]
     if pointer.gate == "context_logits":
         copy, of_token = _copied_by_token(logits, pointer, index, method)
-        received = of_token.peak > LOWEST
-        added = (of_token.double() + copy.gate.expanded()).where(received, 0.0)
+        received = of_token.value > LOWEST
+        added = (of_token + copy.gate.expanded()).where(received, 0.0)
     else:
         valid = pointer.valid(index)
         scores = jnp.sum(copy_scores(pointer, index), axis=2)

@@ -68,7 +68,7 @@ def token_report(definition: ModelDefinition, params: Any, batch: Batch) -> Toke
             best_match = jnp.argmax(jnp.where(matches, copy.log_prob.value, LOWEST), -1).astype(jnp.int32)
             source = jnp.where(jnp.any(matches, -1), best_match, -1)
             by_token = logsumexp_by_token(copy.log_prob, copy.valid, batch.tokens, log_p.shape[-1])
-            likeliest = jnp.argmax(by_token.peak + by_token.rest, -1)
+            likeliest = jnp.argmax(by_token.value, -1)
             copy_correct = jnp.any(copy.valid, -1) & (likeliest == targets)
         return {
             "correct": jnp.argmax(log_p, -1) == targets,

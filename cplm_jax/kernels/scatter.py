@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from cplm_jax.double_word import DoubleWord, LogTotal
+from cplm_jax.double_word import DoubleWord, LogTotal, leading, probability_of_others, renormalized
 from cplm_jax.precision import LOWEST
 from cplm_jax.sharding import on_mesh, part_index, parts, pmax, psum
 
@@ -26,10 +26,11 @@ def logsumexp_by_token(
     tokens: Int[Array, "batch candidates"],
     vocabulary: int,
     method: Method = "auto",
-) -> LogTotal:
-    """Returns, for every v, the log-sum-exp of the valid scores whose candidate is v.
+    normalized: bool = False,
+) -> DoubleWord:
+    """Returns, for every v, the log-sum-exp of the valid scores whose candidate is v; ``LOWEST`` if none is.
 
-    Its parts are (batch, length, vocabulary), float32.
+    Its parts are (batch, length, vocabulary).
 
     On a mesh each device makes its own part of the vocabulary from all rows' candidates, and drops
     those of other parts: splitting the vocabulary costs no communication. Where candidates are split
@@ -45,11 +46,16 @@ def logsumexp_by_token(
         below it becomes ``LOWEST``. ``auto`` takes ``one_hot`` on TPUs for less than 128 positions
         (decoding), where it is about six times as fast, and ``segment_sum`` otherwise, which on CPUs is
         250 times as fast (``benchmarks/scatter.py``).
+      normalized: whether the scores are log-probabilities that add up to 1; those of the tokens are
+        :func:`~cplm_jax.double_word.renormalized` then.
     """
     # Of scores beyond 10 million so much is lost that it does not count, and might overflow.
     values = (scores.value, jnp.clip(scores.lost, -1.0, 1.0))
-    paths, axes = (_logsumexp_scattered, _logsumexp_one_hot), LogTotal._make([_RESULT_AXES] * 2)
-    return _by_token(values, valid, tokens, vocabulary, method, *paths, axes)
+    paths = _logsumexp_scattered, _logsumexp_one_hot
+    axes = LogTotal._make([_RESULT_AXES] * 2), ("batch", None, None)
+    total, others = _by_token(values, valid, tokens, vocabulary, method, *paths, axes)
+    result = total.double()
+    return renormalized(result, others) if normalized else result
 
 
 def sum_by_token(
@@ -103,25 +109,31 @@ def _rows(function: Callable[..., Any], ids_bj: Array, *of_candidates_btj: Array
 
 def _logsumexp_scattered(
     vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, lost_btj: Array
-) -> LogTotal:
-    def row(ids_j: Array, valid_jt: Array, scores_jt: Array, lost_jt: Array) -> LogTotal:
+) -> tuple[LogTotal, Array]:
+    def row(ids_j: Array, valid_jt: Array, scores_jt: Array, lost_jt: Array) -> tuple[LogTotal, Array]:
         # The peak of each token is taken out first, so that scores of any size keep their precision.
         peak = jax.ops.segment_max(jnp.where(valid_jt, scores_jt, LOWEST), ids_j, vocabulary)
         peak = pmax(jax.lax.stop_gradient(jnp.maximum(peak, LOWEST)), "length")
-        shifted = scores_jt - peak.at[ids_j].get(mode="clip")
-        mass = jnp.where(valid_jt, jnp.exp(jnp.where(valid_jt, shifted + lost_jt, 0.0)), 0.0)
-        return LogTotal.of(peak, psum(jax.ops.segment_sum(mass, ids_j, vocabulary), "length"))
+        peak_jt = peak.at[ids_j].get(mode="clip")
+        above = jnp.where(valid_jt, (scores_jt - peak_jt) + lost_jt, LOWEST)
+        total = psum(jax.ops.segment_sum(jnp.exp(above), ids_j, vocabulary), "length")
+        # Over candidates, which are fewer than tokens.
+        total_jt = LogTotal.of(peak_jt, total.at[ids_j].get(mode="clip"))
+        others = jnp.where(leading(total_jt.peak + total_jt.rest), 0.0, jnp.exp(above + peak_jt))
+        others = jax.lax.stop_gradient(jnp.sum(others, axis=0, keepdims=True))
+        return LogTotal.of(peak, total), psum(psum(others, "length"), "vocabulary")
 
     return _rows(row, ids_bj, valid_btj, scores_btj, lost_btj)
 
 
 def _logsumexp_one_hot(
     vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, lost_btj: Array
-) -> LogTotal:
+) -> tuple[LogTotal, Array]:
     peak = jnp.max(jnp.where(valid_btj, scores_btj, LOWEST), axis=-1, keepdims=True)
     peak = pmax(jax.lax.stop_gradient(peak), "length")
     mass = jnp.exp(jnp.where(valid_btj, (scores_btj - peak) + lost_btj, 0.0))
-    return LogTotal.of(peak, _sum_one_hot(vocabulary, ids_bj, valid_btj, mass))
+    result = LogTotal.of(peak, _sum_one_hot(vocabulary, ids_bj, valid_btj, mass))
+    return result, psum(probability_of_others(result.peak + result.rest), "vocabulary")
 
 
 def _sum_scattered(vocabulary: int, ids_bj: Array, valid_btj: Array, values_btj: Array) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from cplm_jax import mixture
 from cplm_jax.config import MeshConfig
-from cplm_jax.double_word import DoubleWord, LogTotal
+from cplm_jax.double_word import DoubleWord
 from cplm_jax.kernels.scatter import logsumexp_by_token, sum_by_token
 from cplm_jax.pointer import Pointer
 from cplm_jax.sharding import make_mesh, named_sharding
@@ -118,8 +118,8 @@ def scatter_errors(mesh):
 
             def loss(values, method=method, function=function):
                 result = function(values, valid, tokens, vocabulary, method)
-                if isinstance(result, LogTotal):
-                    result = result.peak + result.rest
+                if isinstance(result, DoubleWord):
+                    result = result.value
                 result = jnp.where(present, result, 0.0)
                 return jnp.sum(weights * result), result
 
