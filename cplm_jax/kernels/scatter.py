@@ -33,8 +33,8 @@ def logsumexp_by_token(
     Its parts are (batch, length, vocabulary).
 
     On a mesh each device makes its own part of the vocabulary from all rows' candidates, and drops
-    those of other parts: splitting the vocabulary costs no communication. Where candidates are split
-    (``sequence``), their peaks and sums are combined.
+    those of other parts: splitting the vocabulary costs no communication, or where ``normalized`` one sum
+    for each position. Where candidates are split (``sequence``), their peaks and sums are combined.
 
     Args:
       scores: (batch, length, candidates).
