@@ -86,10 +86,10 @@ class LogTotal(NamedTuple):
 
 
 def product(a: Float[Array, "..."], b: DoubleWord) -> DoubleWord:
-    """Returns the product, to about 35 bits; shapes broadcast.
+    """Returns the product; shapes broadcast.
 
-    Its largest part is the exact product of the upper halves of the operands' bits. A rounded product would
-    not do: where compilers fuse it with a sum, the sum takes the exact one.
+    It is a sum of products of halves of the operands' bits, which are exact. A rounded product and what it
+    lost would not do: where compilers fuse a product with a sum, the sum takes the exact one.
     """
 
     def halves(x: Array) -> tuple[Array, Array]:
@@ -98,8 +98,8 @@ def product(a: Float[Array, "..."], b: DoubleWord) -> DoubleWord:
         return high, x - high
 
     (a_high, a_low), (b_high, b_low) = halves(a), halves(b.value)
-    rest = (a_high * b_low + a_low * b_high) + a_low * b_low
-    return DoubleWord.of(a_high * b_high) + rest + jax.lax.stop_gradient(a * b.lost)
+    smallest = a_low * b_low + jax.lax.stop_gradient(a * b.lost)
+    return DoubleWord.of(a_high * b_high) + a_high * b_low + a_low * b_high + smallest
 
 
 def log_share(part: DoubleWord, others: DoubleWord) -> DoubleWord:
@@ -147,9 +147,8 @@ def leading(log_prob: Float[Array, "..."]) -> Bool[Array, "..."]:
 
 
 def probability_of_others(log_prob: Float[Array, "... n"]) -> Float[Array, "... 1"]:
-    """Returns the sum of the probabilities but for a leading one; :func:`renormalized` has the gradient."""
-    others = jnp.where(leading(log_prob), 0.0, jnp.exp(log_prob))
-    return jax.lax.stop_gradient(jnp.sum(others, axis=-1, keepdims=True))
+    """Returns the sum of the probabilities but for a leading one."""
+    return jnp.sum(jnp.where(leading(log_prob), 0.0, jnp.exp(log_prob)), axis=-1, keepdims=True)
 
 
 @jax.custom_jvp
@@ -161,7 +160,7 @@ def renormalized(log_prob: DoubleWord, others: Float[Array, "..."]) -> DoubleWor
 
     Args:
       log_prob: the log-probabilities.
-      others: :func:`probability_of_others`, which depends on them.
+      others: :func:`probability_of_others`; that they depend on the log-probabilities counts already.
     """
     leads = leading(log_prob.value)
     value = jnp.where(leads, jnp.log1p(-others), log_prob.value)

@@ -117,7 +117,7 @@ def gate_logits(pointer: Pointer, totals: Totals) -> DoubleWord:
         return totals.copy + term
     assert pointer.confidence is not None
     of_total, of_entropy = pointer.confidence
-    return product(of_total, totals.copy) + (term + of_entropy * totals.entropy)
+    return product(of_total, totals.copy) + term + product(of_entropy, DoubleWord.of(totals.entropy))
 
 
 @jax.custom_jvp
@@ -155,9 +155,8 @@ def _mix_jvp(primals: tuple, tangents: tuple) -> tuple[DoubleWord, DoubleWord]:
     tangent = sum(share * of_log_prob for share, of_log_prob in zip(shares, of_log_probs, strict=True))
     for i, k in itertools.combinations(range(len(gates)), 2):
         ratio = (log_probs[i] - log_probs[k]).value
-        moved = -jnp.expm1(-jnp.abs(ratio)) * jnp.where(
-            ratio > 0, shares[i] * weights[k], -shares[k] * weights[i]
-        )
+        less = -jnp.expm1(jnp.where(ratio > 0, -ratio, ratio))
+        moved = less * jnp.where(ratio > 0, shares[i] * weights[k], -shares[k] * weights[i])
         tangent = tangent + moved * (of_gates[i] - of_gates[k])
     return mix(gates, log_probs), DoubleWord(tangent, jnp.zeros_like(tangent))
 

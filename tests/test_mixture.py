@@ -206,11 +206,12 @@ def test_target_that_never_occurs_and_target_that_always_occurs(gate):
 
 @pytest.mark.parametrize("gate_value", [-1e9, -100.0, 100.0, 1e9])
 @pytest.mark.parametrize("pointers", [1, 2])
-def test_saturated_learned_gate(gate_value, pointers):
+@pytest.mark.parametrize("gate", ["learned", "confidence"])
+def test_saturated_gate(gate_value, pointers, gate):
     for seed in range(4):
         case = make_case(seed, (2, 7, 5, pointers), score_scale=256.0, documents="several", copyable=0.5)
         case["gate_term"] = np.full_like(case["gate_term"], gate_value)
-        check_case(case, "learned")
+        check_case(case, gate)
 
 
 def last_of_two(scores, logits, term):
@@ -226,7 +227,7 @@ def last_of_two(scores, logits, term):
     return case
 
 
-@pytest.mark.parametrize("gate", ["learned", "sentinel", "shared_softmax", "context_logits"])
+@pytest.mark.parametrize("gate", ["learned", "sentinel", "shared_softmax", "confidence", "context_logits"])
 def test_heads_in_balance_on_large_numbers(gate):
     """Sums of logits, scores and gate that come out near 0, though none is a multiple of a power of 2."""
     rng = np.random.default_rng(0)
@@ -238,9 +239,14 @@ def test_heads_in_balance_on_large_numbers(gate):
             term = other
         elif gate == "shared_softmax":
             other, e = peak, z + u
+        elif gate == "confidence":
+            term = -e * 0.75
         elif gate == "context_logits":
             other, e = e, peak + e - z + u
-        check_case(last_of_two([[other], [e]], logits, [term]), gate)
+        case = last_of_two([[other], [e]], logits, [term])
+        if gate == "confidence":
+            case["confidence"] = np.array([[0.75], [rng.uniform(-2, 2)]], np.float32)
+        check_case(case, gate)
 
 
 @pytest.mark.parametrize("zero", ["query", "hidden", "gate_term"])
@@ -252,6 +258,30 @@ def test_gradients_where_scores_logits_or_heads_are_equal(gate, zero):
         case[zero] = np.zeros_like(case[zero])
         check_case(case, gate)
         check_case({**case, "query": 0 * case["query"], "matrix": 0 * case["matrix"]}, gate)
+
+
+@pytest.mark.parametrize("gate", ["shared_softmax", "confidence", "context_logits"])
+def test_second_derivatives_are_those_of_the_reference(gate):
+    """Products of the Hessian and a vector, against differences of the reference's gradients."""
+    case = make_case(1, (1, 4, 3, 2))
+    inputs = {n: case[n] for n in reference.INPUTS if n in case}
+    vector = {n: np.random.default_rng(3).standard_normal(x.shape) for n, x in inputs.items()}
+
+    def shifted(by):
+        return reference.mixture(case | {n: inputs[n] + by * vector[n] for n in inputs}, gate)[2]
+
+    step = 1e-5
+    above, below = shifted(step), shifted(-step)
+    for path in ("loss", "segment_sum"):
+
+        def slope(inputs, path=path):
+            gradients = loss_and_gradients({**case, **inputs}, gate, path)[1]
+            return sum(jnp.vdot(gradients[n], vector[n].astype(np.float32)) for n in inputs)
+
+        for name, actual in jax.jit(jax.grad(slope))(inputs).items():
+            expected = (above[name] - below[name]) / (2 * step)
+            size = max(1.0, np.abs(expected).max())
+            assert_close(actual / size, expected / size, f"{path} path, {name}")
 
 
 @pytest.mark.parametrize("pointers", [1, 2])
@@ -272,7 +302,7 @@ def test_relative_precision_of_gradients_where_the_target_is_all_but_certain(gat
         ("learned", 1e9, [[31, 97], [-95, 95]]),
         ("learned", -1e9, [[97, 31], [95, -95]]),
         ("learned", 1e10, [[400, 500], [-1000, 499]]),
-        ("sentinel", -1e10, [[400, 600], [-900, 500]]),
+        ("sentinel", -1e9, [[100, 103], [-900, 102.5]]),
     ],
 )
 def test_pointers_that_differ_by_less_than_rounding_takes_from_their_gates(gate, value, scores):

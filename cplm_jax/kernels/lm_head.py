@@ -121,9 +121,10 @@ def _local_forward(
         z_nv = _logits(hidden_nd, matrix_vd)
         is_target = _is_target(targets_n, z_nv.shape[-1])
         target = psum(jnp.sum(jnp.where(is_target, z_nv, 0.0), axis=-1), "vocabulary")
-        peak = pmax(jnp.max(jnp.where(is_target, LOWEST, z_nv), axis=-1), "vocabulary")
-        mass = jnp.where(is_target, 0.0, jnp.exp(z_nv - peak[:, None]))
-        return LMTerms(target, LogTotal.of(peak, psum(jnp.sum(mass, axis=-1), "vocabulary"))), z_nv
+        others = jnp.where(is_target, LOWEST, z_nv)
+        peak = pmax(jnp.max(others, axis=-1), "vocabulary")
+        total = psum(jnp.sum(jnp.exp(others - peak[:, None]), axis=-1), "vocabulary")
+        return LMTerms(target, LogTotal.of(peak, total)), z_nv
 
     flat_hidden, flat_targets = _flat(hidden), _flat(targets)
     if size == targets.size:
@@ -153,8 +154,10 @@ def _local_backward(
         hidden_nd, targets_n, peak_n, rest_n, d_target_n, d_rest_n = x
         if z_nv is None:
             z_nv = _logits(hidden_nd, matrix_vd)
-        of_others = d_rest_n[:, None] * jnp.exp((z_nv - peak_n[:, None]) - rest_n[:, None])
-        d_z = jnp.where(_is_target(targets_n, z_nv.shape[-1]), d_target_n[:, None], of_others)
+        is_target = _is_target(targets_n, z_nv.shape[-1])
+        others = jnp.where(is_target, LOWEST, z_nv)  # the target's may be infinite beside theirs
+        of_others = d_rest_n[:, None] * jnp.exp((others - peak_n[:, None]) - rest_n[:, None])
+        d_z = jnp.where(is_target, d_target_n[:, None], of_others)
         # In the compute dtype, as the forward products; left alone, float32 would make them slow.
         d_z = d_z.astype(dtype)
         d_hidden = jnp.einsum("nv,vd->nd", d_z, matrix_vd, preferred_element_type=jnp.float32)

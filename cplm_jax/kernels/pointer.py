@@ -226,7 +226,7 @@ class _Sum(NamedTuple):
     def add(self, e: Array, mask: Array) -> "_Sum":
         """Adds the masked scores of the last axis."""
         peak = jnp.maximum(self.peak, jnp.max(jnp.where(mask, e, LOWEST), axis=-1))
-        shifted = e - peak[..., None]
+        shifted = jnp.where(mask, e - peak[..., None], 0.0)
         mass = jnp.where(mask, jnp.exp(shifted), 0.0)
         some = self.total > 0
         moved = jnp.where(some, self.peak - peak, 0.0)
@@ -287,7 +287,8 @@ def _local_backward(
             terms, d_terms = (
                 jax.tree.map(lambda *both: jnp.where(match, *both), of.match, of.others) for of in of_terms
             )
-            log_share, d_log = (e - terms.total.peak) - terms.total.rest, d_terms.total.rest
+            log_share = jnp.where(valid, (e - terms.total.peak) - terms.total.rest, 0.0)
+            d_log = d_terms.total.rest
             if options.with_entropy:
                 d_log = d_log - d_terms.entropy * (log_share + terms.entropy)
             d_e = jnp.where(valid, jnp.exp(log_share) * d_log, 0.0)

@@ -120,8 +120,8 @@ def _logsumexp_scattered(
         # Over candidates, which are fewer than tokens.
         total_jt = LogTotal.of(peak_jt, total.at[ids_j].get(mode="clip"))
         others = jnp.where(leading(total_jt.peak + total_jt.rest), 0.0, jnp.exp(above + peak_jt))
-        others = jax.lax.stop_gradient(jnp.sum(others, axis=0, keepdims=True))
-        return LogTotal.of(peak, total), psum(psum(others, "length"), "vocabulary")
+        others = psum(jnp.sum(others, axis=0, keepdims=True), "length")
+        return LogTotal.of(peak, total), psum(others, "vocabulary")
 
     return _rows(row, ids_bj, valid_btj, scores_btj, lost_btj)
 

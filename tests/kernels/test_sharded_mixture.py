@@ -14,8 +14,7 @@ def test_meshes_equal_the_reference():
         assert len(result["scatter"]) == 8
         for what, error in result["scatter"].items():
             assert error < 1e-5, (mesh, what)
-        # The distribution gathers nothing: a split vocabulary costs the LM head's log-sum-exp, of
-        # (batch, length), and nothing for copying.
+        # The distribution gathers nothing: a split vocabulary costs reductions to (batch, length).
         for gate, found in result["collectives"].items():
             assert set(found) <= {"all-reduce"}, (mesh, gate)
     assert meshes["data=8"]["collectives"]["confidence"] == []
