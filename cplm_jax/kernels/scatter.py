@@ -44,17 +44,17 @@ def logsumexp_by_token(
       method: ``segment_sum`` scatters, exact for scores of any size. ``one_hot`` multiplies with a
         one-hot matrix; it takes one peak for all tokens of a position, so that what lies more than 87
         below it becomes ``LOWEST``. ``auto`` takes ``one_hot`` on TPUs for less than 128 positions
-        (decoding), where it is about six times as fast, and ``segment_sum`` otherwise, which on CPUs is
-        250 times as fast (``benchmarks/scatter.py``).
+        (decoding), where it is four to seven times as fast, and ``segment_sum`` otherwise, which there is
+        more than 100 times as fast on CPUs (``benchmarks/scatter.py``).
       normalized: whether the scores are log-probabilities that add up to 1; those of the tokens are
         :func:`~cplm_jax.double_word.renormalized` then.
     """
     # Of scores beyond 10 million so much is lost that it does not count, and might overflow.
     values = (scores.value, jnp.clip(scores.lost, -1.0, 1.0))
     paths = _logsumexp_scattered, _logsumexp_one_hot
-    axes = LogTotal._make([_RESULT_AXES] * 2), ("batch", None, None)
-    total, others = _by_token(values, valid, tokens, vocabulary, method, *paths, axes)
-    result = total.double()
+    axes = _RESULT_AXES, _RESULT_AXES, ("batch", None, None)
+    value, lost, others = _by_token(values, valid, tokens, vocabulary, method, *paths, axes)
+    result = DoubleWord(value, lost)
     return renormalized(result, others) if normalized else result
 
 
@@ -109,8 +109,8 @@ def _rows(function: Callable[..., Any], ids_bj: Array, *of_candidates_btj: Array
 
 def _logsumexp_scattered(
     vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, lost_btj: Array
-) -> tuple[LogTotal, Array]:
-    def row(ids_j: Array, valid_jt: Array, scores_jt: Array, lost_jt: Array) -> tuple[LogTotal, Array]:
+) -> tuple[Array, Array, Array]:
+    def row(ids_j: Array, valid_jt: Array, scores_jt: Array, lost_jt: Array) -> tuple[Array, Array, Array]:
         # The peak of each token is taken out first, so that scores of any size keep their precision.
         peak = jax.ops.segment_max(jnp.where(valid_jt, scores_jt, LOWEST), ids_j, vocabulary)
         peak = pmax(jax.lax.stop_gradient(jnp.maximum(peak, LOWEST)), "length")
@@ -121,19 +121,20 @@ def _logsumexp_scattered(
         total_jt = LogTotal.of(peak_jt, total.at[ids_j].get(mode="clip"))
         others = jnp.where(leading(total_jt.peak + total_jt.rest), 0.0, jnp.exp(above + peak_jt))
         others = psum(jnp.sum(others, axis=0, keepdims=True), "length")
-        return LogTotal.of(peak, total), psum(others, "vocabulary")
+        result = LogTotal.of(peak, total).double()
+        return result.value, result.lost, psum(others, "vocabulary")
 
     return _rows(row, ids_bj, valid_btj, scores_btj, lost_btj)
 
 
 def _logsumexp_one_hot(
     vocabulary: int, ids_bj: Array, valid_btj: Array, scores_btj: Array, lost_btj: Array
-) -> tuple[LogTotal, Array]:
+) -> tuple[Array, Array, Array]:
     peak = jnp.max(jnp.where(valid_btj, scores_btj, LOWEST), axis=-1, keepdims=True)
     peak = pmax(jax.lax.stop_gradient(peak), "length")
     mass = jnp.exp(jnp.where(valid_btj, (scores_btj - peak) + lost_btj, 0.0))
-    result = LogTotal.of(peak, _sum_one_hot(vocabulary, ids_bj, valid_btj, mass))
-    return result, psum(probability_of_others(result.peak + result.rest), "vocabulary")
+    result = LogTotal.of(peak, _sum_one_hot(vocabulary, ids_bj, valid_btj, mass)).double()
+    return result.value, result.lost, psum(probability_of_others(result.value), "vocabulary")
 
 
 def _sum_scattered(vocabulary: int, ids_bj: Array, valid_btj: Array, values_btj: Array) -> Array:
