@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cplm_jax import mixture
+from cplm_jax.double_word import DoubleWord
+from cplm_jax.kernels.scatter import logsumexp_by_token
 from cplm_jax.pointer import Candidates, Pointer, occurs_in_context
 from cplm_jax.precision import LOWEST
 from tests import reference
@@ -227,7 +229,7 @@ def last_of_two(scores, logits, term):
     return case
 
 
-@pytest.mark.parametrize("gate", ["learned", "sentinel", "shared_softmax", "confidence", "context_logits"])
+@pytest.mark.parametrize("gate", ["learned", "sentinel", "shared_softmax", "context_logits"])
 def test_heads_in_balance_on_large_numbers(gate):
     """Sums of logits, scores and gate that come out near 0, though none is a multiple of a power of 2."""
     rng = np.random.default_rng(0)
@@ -239,13 +241,45 @@ def test_heads_in_balance_on_large_numbers(gate):
             term = other
         elif gate == "shared_softmax":
             other, e = peak, z + u
-        elif gate == "confidence":
-            term = -e * 0.75
         elif gate == "context_logits":
             other, e = e, peak + e - z + u
-        case = last_of_two([[other], [e]], logits, [term])
-        if gate == "confidence":
-            case["confidence"] = np.array([[0.75], [rng.uniform(-2, 2)]], np.float32)
+        check_case(last_of_two([[other], [e]], logits, [term]), gate)
+
+
+@pytest.mark.parametrize("pointers", [1, 2])
+@pytest.mark.parametrize("gate", GATES[:5])
+def test_gates_in_balance_on_large_totals(gate, pointers):
+    """Gates are near 0, though log-sum-exps and the terms added to them are not."""
+    rng = np.random.default_rng(1)
+
+    def parts(wide, *shape):
+        """Factors [1, large] and [small, 1], whose product is exact, as are sums of gradients."""
+        large, small = np.round(rng.uniform(3e3, 1e4, wide) * 64) / 64, rng.integers(-64, 65, shape) / 64
+        left = np.zeros((*wide, 4), np.float32) + np.array([1, 0, 0, 0], np.float32)
+        right = np.zeros((*shape, 4), np.float32) + np.array([0, 1, 0, 0], np.float32)
+        left[..., 1], right[..., 0] = large, small
+        return left, right, large + small
+
+    for _ in range(20):
+        case = make_case(0, (1, 2, 3, pointers))
+        case["tokens"], case["targets"] = np.array([[0, 1]], np.int32), np.array([[2, 1]], np.int32)
+        case["weights"] = np.array([[0.0, 1.0]], np.float32)
+        hidden, case["matrix"], logits = parts((1,), 3)
+        query, key, scores = parts((pointers,), 2, pointers)
+        case["hidden"], case["key"] = np.tile(hidden, (1, 2, 1)), key[None]
+        case["query"] = np.tile(2 * query, (1, 2, 1, 1))  # scores are divided by 2, the root of the width
+        of_total, of_entropy = case["confidence"]
+        total, of_lm = (np.logaddexp.reduce(x) for x in (scores, logits))
+        share = np.exp(scores - total)
+        balance = {
+            "learned": 0.0,
+            "sentinel": total,
+            "shared_softmax": of_lm - total,
+            "confidence": -of_total * total + of_entropy * np.sum(share * np.log(share), axis=0),
+            "context_logits": -total,
+        }[gate]
+        term = balance + rng.uniform(-1, 1, pointers)
+        case["gate_term"] = np.tile(term.astype(np.float32), (1, 2, 1))
         check_case(case, gate)
 
 
@@ -307,6 +341,13 @@ def test_relative_precision_of_gradients_where_the_target_is_all_but_certain(gat
 )
 def test_pointers_that_differ_by_less_than_rounding_takes_from_their_gates(gate, value, scores):
     check_case(last_of_two(scores, [0, 0, 0], [value, value]), gate)
+
+
+def test_scores_of_which_more_is_lost_than_an_exponential_holds():
+    large = DoubleWord(np.full((1, 1, 2), -1e12, np.float32), np.float32([[[300, -300]]]))
+    for method in ("segment_sum", "one_hot"):
+        total = logsumexp_by_token(large, np.ones((1, 1, 2), bool), np.array([[0, 1]]), 3, method)
+        np.testing.assert_allclose(total.value, [[[-1e12, -1e12, LOWEST]]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("gate", GATES)
