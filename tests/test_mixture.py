@@ -240,7 +240,8 @@ def test_heads_in_balance_on_large_numbers(gate):
         if gate == "sentinel":
             term = other
         elif gate == "shared_softmax":
-            other, e = peak, z + u
+            term = rng.uniform(-1, 1)
+            other, e = peak + rng.uniform(8e3, 1.2e4), z + u - term
         elif gate == "context_logits":
             other, e = e, peak + e - z + u
         check_case(last_of_two([[other], [e]], logits, [term]), gate)
