@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from cplm_jax import cli
+from cplm_jax import cli, folders
 from cplm_jax.evaluation.validation import Validator
 from cplm_jax.loading import load_model
 from cplm_jax.training.step import Trainer
@@ -163,6 +163,27 @@ def test_full_disk_during_export(undisturbed, tmp_path):
     status, error = limited(10_000, "start", command)
     assert status == 1, error
     check_message(error, f"--output {tmp_path / 'export'}", "File too large")
+    assert not list(tmp_path.iterdir())
+
+
+def test_full_disk_while_other_arrays_are_still_written(undisturbed, tmp_path, monkeypatch, capfd):
+    written = []
+
+    def full(self, path, params):
+        written.append(path / "d")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_late(seconds):
+        if len(written) < 4:
+            written.append(written[0])
+            written[0].mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "save", full)
+    monkeypatch.setattr(folders.time, "sleep", write_late)
+    command = ["--checkpoint", str(undisturbed), "--output", str(tmp_path / "export")]
+    assert cli.run(cli.export_command, command) == 1
+    check_message(capfd.readouterr().err, "No space left on device")
+    assert len(written) == 4
     assert not list(tmp_path.iterdir())
 
 

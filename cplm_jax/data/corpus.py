@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from cplm_jax.data.records import Document, Piece, Reading
 from cplm_jax.data.shards import Documents, Span, read_manifest
 from cplm_jax.data.tokenizer import Tokenizer, train_tokenizer
 from cplm_jax.errors import MachineError, UserError
+from cplm_jax.folders import discard
 
 _FORMAT = 3  # raise when what is cached, or the way text becomes tokens, changes
 _CHECKSUMS = "checksums.json"
@@ -325,7 +325,7 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         if not os.path.exists(folder):  # else another process was first, with the same content
             raise MachineError(f"data.cache_dir: cannot write to {folder}: {e.strerror or e}") from e
     finally:
-        shutil.rmtree(target, ignore_errors=True)
+        discard(target)
     return folder
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import orbax.checkpoint as ocp
 
 from cplm_jax.config_loading import to_yaml
 from cplm_jax.errors import MachineError, UserError, first_line
+from cplm_jax.folders import discard
 from cplm_jax.training.checkpointing import checksums, silence_abandoned_transfers
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def export_orbax(model: "LoadedModel", output: str | Path) -> Path:
     except (OSError, ValueError) as e:
         raise MachineError(f"--output {output}: could not be written: {first_line(e)}") from e
     finally:
-        shutil.rmtree(target, ignore_errors=True)
+        discard(target)
     return output
 
 
