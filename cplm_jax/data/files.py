@@ -145,8 +145,9 @@ def list_files(paths: Sequence[str], field: str) -> list[SourceFile]:
 
     A file found in a folder or by a glob is named by its path from the folder, or from the
     glob's part without wildcards; a file given by itself, by its file name; where that makes two of one
-    name, all names begin with the number of their path, from 0. Hidden files and folders are left out of
-    folders. A folder that Hugging Face ``datasets`` saved stands for its
+    name, all names begin with the number of their path, from 0. A folder that a glob matches stands for its
+    files, as it would if a shell had expanded the glob, unless ``**`` looks into all folders anyway. Hidden
+    files and folders are left out of folders. A folder that Hugging Face ``datasets`` saved stands for its
     Arrow files. ``python:stdlib`` stands for :func:`stdlib_files`. URLs are those of ``fsspec``.
 
     Raises:
@@ -188,8 +189,19 @@ def _local_files(pattern: str, field: str) -> list[SourceFile]:
     if os.path.isfile(root):
         return [_local(root, root.name)]
     base = _literal_part(root)
-    matches = [Path(m) for m in glob.glob(str(root), recursive=True) if os.path.isfile(m)]
-    return [_local(m, os.path.relpath(m, base).replace(os.sep, "/")) for m in matches]
+    files: list[Path] = []
+    for match in map(Path, glob.glob(str(root), recursive=True)):
+        _check_link(match, field)
+        if match.is_file():
+            files.append(match)
+        elif match.is_dir() and "**" not in root.parts:
+            files += _files_below(match, field)
+    return [_local(file, os.path.relpath(file, base).replace(os.sep, "/")) for file in files]
+
+
+def _check_link(path: Path, field: str) -> None:
+    if not path.exists():
+        raise UserError(f"{field}: {path} is a link to nothing; mend or remove it")
 
 
 def _remote_files(pattern: str, field: str) -> list[SourceFile]:
@@ -198,14 +210,20 @@ def _remote_files(pattern: str, field: str) -> list[SourceFile]:
     try:
         system, root = fsspec.core.url_to_fs(pattern)
         if glob.has_magic(pattern):
-            base = _literal_part(Path(root)).as_posix()
+            base = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), root.split("/")))
             listed = system.glob(root, detail=True)
+            if "**" not in root.split("/"):
+                for folder in [path for path, info in listed.items() if info["type"] == "directory"]:
+                    listed |= system.find(folder, detail=True)
         elif system.isdir(root):
             base = root
             listed = system.find(root, detail=True)
         else:
             base = root.rpartition("/")[0]
             listed = {root: system.info(root)}
+        for path, info in listed.items():
+            if info["type"] == "file" and info.get("size") is None:  # as in lists of web servers
+                listed[path] = system.info(path)
     except FileNotFoundError:
         return []
     except (ImportError, ValueError) as e:
@@ -245,10 +263,11 @@ def _literal_part(pattern: Path) -> Path:
     return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
 
 
-# What a run or the cache writes; a glob that matches one of these would read it as a document.
+# What a run, a preparation or the cache writes; a glob that matches one of these would read documents there.
 _WRITTEN = (
     *("metrics.jsonl", "config.yaml", "run.json", "tokenizer.model", "tokenizer.json", "manifest.json"),
     *("train-0.arrayrecord", "train-0.names.jsonl", "train.lengths.npy"),
+    *("checkpoints", "tensorboard", "work", "tokens", "tokenizers"),
 )
 
 
@@ -266,16 +285,34 @@ def check_apart(paths: Sequence[str], field: str, written: Mapping[str, str]) ->
     for pattern in paths:
         if is_url(pattern):
             continue
-        root = Path(pattern).expanduser()
-        recursive = "**" in root.parts and any(fnmatch.fnmatch(name, root.name) for name in _WRITTEN)
-        if not (root.is_dir() or recursive):
-            continue
         for name, folder in written.items():
-            if Path(folder).expanduser().resolve().is_relative_to(_literal_part(root).resolve()):
+            if _finds(Path(pattern).expanduser(), Path(folder).expanduser().resolve()):
                 raise UserError(
                     f"{name} = {folder} lies in {field} = {pattern}, so that what the run writes would be "
                     f"read as documents; choose another {name}, or a glob such as '*.txt'"
                 )
+
+
+def _finds(pattern: Path, folder: Path) -> bool:
+    """Returns whether something written to a folder would be found by a folder or a glob."""
+    base = pattern if pattern.is_dir() else _literal_part(pattern)
+    wildcards = pattern.parts[len(base.parts) :]
+    if not folder.is_relative_to(base.resolve()) or not (wildcards or pattern.is_dir()):
+        return False
+    if "**" in wildcards:
+        return any(fnmatch.fnmatch(name, pattern.name) for name in _WRITTEN)
+    names = folder.relative_to(base.resolve()).parts
+
+    def all_match(names: Sequence[str]) -> bool:
+        # A glob passes over hidden names, unless it names them.
+        return all(
+            fnmatch.fnmatch(name, wildcard) and (wildcard.startswith(".") or not name.startswith("."))
+            for name, wildcard in zip(names, wildcards, strict=False)
+        )
+
+    if len(names) >= len(wildcards):
+        return all_match(names)
+    return any(all_match((*names, name)) for name in _WRITTEN)
 
 
 def _files_below(root: Path, field: str) -> Iterator[Path]:
@@ -296,8 +333,7 @@ def _files_below(root: Path, field: str) -> Iterator[Path]:
             yield from arrow
             continue
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
-            if not path.exists():
-                raise UserError(f"{field}: {path} is a link to nothing; mend or remove it")
+            _check_link(path, field)
             if path.is_file():
                 yield path
 

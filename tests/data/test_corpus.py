@@ -1,7 +1,9 @@
 """Sources, the held-out split, tokenizers and the cache."""
 
+import contextlib
 import json
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -146,6 +148,55 @@ def test_folders_globs_and_files_name_documents_alike_wherever_they_lie(tmp_path
         "a.txt",
         "sub/b.txt",
     ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*", ["a.txt", "sub/b.txt", "sub/deep/c.txt"]),
+        ("s*", ["sub/b.txt", "sub/deep/c.txt"]),
+        ("*/d*", ["sub/deep/c.txt"]),
+        ("*.txt", ["a.txt"]),
+        ("**", ["a.txt", "sub/b.txt", "sub/deep/c.txt"]),
+        ("**/d*", []),
+    ],
+)
+def test_a_folder_that_a_glob_matches_stands_for_its_files(tmp_path, pattern, names):
+    bucket = fsspec.filesystem("memory")
+    for name in ("a.txt", "sub/b.txt", "sub/deep/c.txt", "sub/.hidden", ".hidden/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+        bucket.pipe(f"/matched/{name}", b"x")
+    for place in (str(tmp_path), f"file://{tmp_path}", "memory://matched"):
+        with contextlib.nullcontext() if names else pytest.raises(UserError, match="matches no file"):
+            found = [f.name for f in list_files([f"{place}/{pattern}"], "data.paths")]
+            assert found == names, place
+    bucket.rm("/matched", recursive=True)
+
+
+def test_names_behind_urls_whose_paths_keep_the_host():
+    class Web(fsspec.AbstractFileSystem):
+        protocol = "web"
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return path
+
+        def unstrip_protocol(self, path):
+            return path
+
+        def glob(self, path, **named):
+            return {"web://host/in/a.txt": {"type": "file", "size": 1}}
+
+    fsspec.register_implementation("web", Web, clobber=True)
+    assert [f.name for f in list_files(["web://host/in/*.txt"], "data.paths")] == ["a.txt"]
+
+
+def test_a_glob_tells_of_a_link_to_nothing(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "lost")
+    with pytest.raises(UserError, match=r"data\.paths: .*b\.txt is a link to nothing"):
+        list_files([f"{tmp_path}/*.txt"], "data.paths")
 
 
 def test_standard_library_is_a_corpus_without_tests():

@@ -358,7 +358,7 @@ def test_a_saved_dataset_stands_for_its_arrow_files(tmp_path):
         list_files([str(tmp_path / "all" / "train")], "--paths")
 
 
-def test_urls_are_read_as_local_files_are(tmp_path):
+def test_urls_are_read_as_local_files_are(tmp_path, monkeypatch):
     files = {"a.jsonl": lines(["a"]), "sub/b.jsonl.gz": gzip.compress(lines(["b"])), ".hidden": b"h"}
     memory = fsspec.filesystem("memory")
     for name, data in files.items():
@@ -375,6 +375,14 @@ def test_urls_are_read_as_local_files_are(tmp_path):
     assert [f.name for f in list_files(["memory://bucket/**/*.gz"], "--paths")] == ["sub/b.jsonl.gz"]
     assert [f.name for f in list_files(["memory://bucket/a.jsonl"], "--paths")] == ["a.jsonl"]
     assert [r.text for r in read("memory://bucket/sub/b.jsonl.gz")] == ["b"]
+    find = type(memory).find
+    monkeypatch.setattr(
+        type(memory),
+        "find",  # as of a web server, whose lists have no sizes
+        lambda *a, **k: {p: {**info, "size": None} for p, info in find(*a, **k).items()},
+    )
+    found = list_files(["memory://bucket"], "--paths")
+    assert [(f.name, f.size) for f in found] == [(f.name, f.size) for f in local]
     with pytest.raises(UserError, match="matches no file"):
         list_files(["memory://bucket/none"], "--paths")
     with pytest.raises(UserError, match=r"'nonsense://x' cannot be read here"):

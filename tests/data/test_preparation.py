@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections import Counter
@@ -25,6 +26,7 @@ from tokenizers import models, pre_tokenizers
 
 from cplm_jax import cli
 from cplm_jax.data.files import SourceFile, list_files
+from cplm_jax.data.preparation import plan as plan_module
 from cplm_jax.data.preparation import prepare as module
 from cplm_jax.data.preparation import processes
 from cplm_jax.data.preparation.duplicates import find_duplicates
@@ -653,7 +655,7 @@ def test_shards_that_vanish_on_the_way_are_made_again(source, tokenizer, prepare
 
 
 def test_the_manifest_is_not_written_without_all_shards(source, tokenizer, tmp_path, monkeypatch):
-    def losing(plan, output):
+    def losing(plan, output, quiet):
         min(output.glob("train-*.arrayrecord")).unlink()
 
     monkeypatch.setattr(module, "check_unchanged", losing)
@@ -769,6 +771,34 @@ def test_large_inputs_have_larger_units_not_more(tokenizer):
     assert large.record["unit_bytes"] == 2 * 10**9
 
 
+def test_files_of_a_bucket_are_looked_at_several_at_a_time(tokenizer, tmp_path, monkeypatch, capfd):
+    # Nobody passes the barrier alone: one file after the other would break it.
+    together = threading.Barrier(8)
+    version = plan_module.version_of
+
+    def slow(file):
+        together.wait(timeout=60)
+        return version(file)
+
+    for i in range(64):
+        (tmp_path / f"{i:02}.txt").write_text("x" * i)
+    files = list_files([str(tmp_path)], "--paths")
+    alone = make_plan(files, SETTINGS, tokenizer)
+    monkeypatch.setattr(plan_module, "version_of", slow)
+    monkeypatch.setattr(plan_module, "tqdm", Unlimited)
+    monkeypatch.setattr(plan_module, "_FILES_SUBMITTED", 24)
+    assert make_plan(files, SETTINGS, tokenizer, quiet=False) == alone
+    assert "64/64" in capfd.readouterr().err.replace(" files", "")
+
+
+def test_of_files_that_cannot_be_read_the_first_is_named(tokenizer, tmp_path):
+    for i in range(100):
+        (tmp_path / f"{i:02}.parquet").write_text("no table")
+    files = list_files([str(tmp_path)], "--paths")
+    with pytest.raises(UserError, match=r"00\.parquet: not a Parquet file"):
+        make_plan(files, SETTINGS, tokenizer)
+
+
 MANY = """
 import resource, sys
 from pathlib import Path
@@ -837,7 +867,7 @@ class Unlimited(processes.tqdm):
     """A bar that is drawn at every update."""
 
     def __init__(self, **named):
-        super().__init__(**named | {"mininterval": 0, "miniters": 1})
+        super().__init__(**named | {"mininterval": 0, "miniters": 1, "delay": 0})
 
 
 def test_a_finished_folder_without_a_shard_is_not_called_finished(damaged, source, tokenizer):

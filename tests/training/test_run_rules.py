@@ -10,7 +10,7 @@ import pytest
 
 from cplm_jax import quickstart as quickstart_module
 from cplm_jax.config_loading import load_config
-from cplm_jax.data.files import list_files
+from cplm_jax.data.files import check_apart, list_files
 from cplm_jax.errors import UserError
 from cplm_jax.quickstart import quickstart
 from cplm_jax.training.loop import Outcome, _Run, train
@@ -28,6 +28,11 @@ ROOT = Path(__file__).parents[2]
         (".", "run", "../cache", "run_dir"),
         ("**/*", "run", "../cache", "run_dir"),
         ("**/*.jsonl", "run", "../cache", "run_dir"),
+        ("*", "runs/a", "../cache", "run_dir"),
+        ("corp*", "corpus/run", "../cache", "run_dir"),
+        ("c*", "run", "cache", "data.cache_dir"),
+        ("*.jsonl", ".", "../cache", "run_dir"),
+        ("*/*", "run", "../cache", "run_dir"),
     ],
 )
 def test_a_run_does_not_lie_among_its_documents(tmp_path, monkeypatch, paths, run_dir, cache_dir, field):
@@ -37,6 +42,16 @@ def test_a_run_does_not_lie_among_its_documents(tmp_path, monkeypatch, paths, ru
     flags = ("--data.paths", paths, "--run_dir", run_dir, "--data.cache_dir", cache_dir)
     with pytest.raises(UserError, match=f"{field} = .* lies in data.paths"):
         train(tiny_config(tmp_path, *flags))
+
+
+@pytest.mark.parametrize(
+    ("paths", "run_dir"),
+    [("*", ".runs/a"), ("corpus/*", "run"), ("*.txt", "run"), ("*/*.txt", "run/a"), ("**/*.txt", "run")],
+)
+def test_a_run_may_lie_where_no_glob_finds_it(tmp_path, monkeypatch, paths, run_dir):
+    (tmp_path / "corpus").mkdir()
+    monkeypatch.chdir(tmp_path)
+    check_apart([paths], "data.paths", {"run_dir": run_dir})
 
 
 def test_two_spellings_of_a_file_are_one_document(tmp_path, monkeypatch):

@@ -5,9 +5,13 @@ becomes shards of its own. So the shards do not depend on how many processes mak
 """
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from tqdm import tqdm
 
 from cplm_jax.data.files import SourceFile, version_of
 from cplm_jax.data.formats import pieces_of
@@ -19,6 +23,11 @@ from cplm_jax.errors import UserError
 # Shards are open files and units are shards, so large inputs have larger units, not ever more of them.
 _UNIT_BYTES = 64 * 2**20
 _UNITS = 1000
+# To look at a file in a bucket is to wait for it, and a bucket may have a hundred thousand.
+_FILES_AT_A_TIME = 32
+_FILES_SUBMITTED = 4096
+
+_T = TypeVar("_T")
 
 
 class Settings(NamedTuple):
@@ -50,23 +59,40 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    files: Sequence[SourceFile], settings: Settings, tokenizer: Tokenizer, max_bad: int = 0
+    files: Sequence[SourceFile],
+    settings: Settings,
+    tokenizer: Tokenizer,
+    max_bad: int = 0,
+    quiet: bool = True,
 ) -> Plan:
     """Cuts the input into units.
+
+    Args:
+      files: the input.
+      settings: what decides the content.
+      tokenizer: splits the documents.
+      max_bad: whether any, and how many, bad records are allowed for.
+      quiet: whether to show no progress bar.
 
     Raises:
       UserError: if a file cannot be opened or read, or, unless ``max_bad`` allows for bad records, holds no
         documents that can be.
     """
     unit_bytes = settings.unit_bytes or max(_UNIT_BYTES, sum(file.size for file in files) // _UNITS)
-    units: list[list[Piece]] = [[]]
-    sizes = [0]
-    for file in files:
+
+    def look(file: SourceFile) -> tuple[int | str | None, list[tuple[Piece, int]]]:
+        version = version_of(file)
         pieces = pieces_of(file, unit_bytes, settings.reading)
         if isinstance(pieces, BadRecord):
             if max_bad == 0:
                 raise UserError(f"{pieces.message} (--max_bad N skips and counts up to N such files)")
             pieces = [(Piece(file, 0, None), file.size)]
+        return version, pieces
+
+    units: list[list[Piece]] = [[]]
+    sizes = [0]
+    looked = _of_each(files, look, "planning", quiet)
+    for _, pieces in looked:
         for piece, size in pieces:
             if units[-1] and sizes[-1] + size > unit_bytes:
                 units.append([])
@@ -84,15 +110,34 @@ def make_plan(
         "unit_bytes": unit_bytes,
         # Where a file could not be read when it was cut, another cut would number the units differently.
         "unit_pieces": [len(unit) for unit in units],
-        "sources": [[file.name, file.size, version_of(file)] for file in files],
+        "sources": [
+            [file.name, file.size, version] for file, (version, _) in zip(files, looked, strict=True)
+        ],
     }
     return Plan(list(files), units, sizes, record)
 
 
-def check_unchanged(plan: Plan, output: Path) -> None:
+def _of_each(
+    files: Sequence[SourceFile], look: Callable[[SourceFile], _T], name: str, quiet: bool
+) -> list[_T]:
+    """Calls ``look`` for every file, for several at a time, and raises what the first that fails raises."""
+    found: list[_T] = []
+    bar = tqdm(
+        total=len(files), desc=name, unit=" files", file=sys.stderr, disable=quiet, delay=2, mininterval=1
+    )
+    with ThreadPoolExecutor(_FILES_AT_A_TIME) as pool, bar:
+        for start in range(0, len(files), _FILES_SUBMITTED):
+            for result in pool.map(look, files[start : start + _FILES_SUBMITTED]):
+                found.append(result)
+                bar.update()
+    return found
+
+
+def check_unchanged(plan: Plan, output: Path, quiet: bool = True) -> None:
     """Raises :class:`UserError` if a source file was changed since the plan was made."""
-    for file, (name, _, then) in zip(plan.files, plan.record["sources"], strict=True):
-        if version_of(file) != then:
+    versions = _of_each(plan.files, version_of, "checking", quiet)
+    for file, now, (name, _, then) in zip(plan.files, versions, plan.record["sources"], strict=True):
+        if now != then:
             raise UserError(
                 f"{file.path}: changed while it was prepared, so that {output} may hold parts of "
                 f"both; remove {output} and prepare {name} again"

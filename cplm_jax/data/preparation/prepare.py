@@ -84,7 +84,7 @@ def prepare(
     inside = next((f for f in files if Path(f.path).resolve().is_relative_to(place)), None)
     if inside is not None:
         raise UserError(f"--output {output}: the input {inside.path} lies in it; choose another folder")
-    plan = make_plan(files, settings, tokenizer, max_bad)
+    plan = make_plan(files, settings, tokenizer, max_bad, quiet)
     try:
         with _claimed(output):
             return _prepare(plan, tokenizer, output, settings, max_bad, processes, report, quiet)
@@ -173,7 +173,7 @@ def _prepare(
     left = [unit for unit in units if not unit.hashes_file.exists()]
     sizes = {unit.number: sum(file.size for file in files_of(unit)) for unit in units}
     run(Job("hashing", hash_unit, left, sizes), tokenizer, processes, quiet)
-    check_unchanged(plan, output)
+    check_unchanged(plan, output, quiet)
     manifest = _finish(plan, units, tokenizer)
     shutil.rmtree(work)
     return manifest
