@@ -10,6 +10,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := $(VENV)/bin
 WORKERS ?= 2
 export JAX_COMPILATION_CACHE_DIR ?= $(abspath $(VENV))/jax_cache
+# Small programs too: the tests start many processes, each of which would compile them again.
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 
 .PHONY: quickstart test check format clean
 

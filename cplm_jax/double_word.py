@@ -56,8 +56,11 @@ class DoubleWord:
 
     def parts(self, axis: int) -> "tuple[DoubleWord, ...]":
         """Splits an axis into its positions, without it."""
-        value, lost = (jnp.unstack(x, axis=axis) for x in (self.value, self.lost))
-        return tuple(map(DoubleWord, value, lost))
+        # XLA would compute each part, and what it was made of, anew for every use: on CPUs some sums of parts
+        # take minutes to compile.
+        once = jax.lax.optimization_barrier
+        value, lost = once(self.value), once(jax.lax.stop_gradient(self.lost))
+        return tuple(map(DoubleWord, jnp.unstack(value, axis=axis), jnp.unstack(lost, axis=axis)))
 
     def expanded(self) -> "DoubleWord":
         """Returns the numbers with a last axis of length 1 added."""
